@@ -1,6 +1,6 @@
-"""Acceptance of drafts of every size, by drafter and category: the figures that `paceline doctor` predicts from.
+"""Measure acceptance by draft size, drafter and category. `paceline doctor` predicts speeds from these figures.
 
-Each drafter is replayed over the demo model's greedy replies, with drafts of every size that the controller may choose.
+Each drafter is replayed over the demo model's greedy replies, with every draft size that the controller may choose.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.drafters.factory import open_drafter
 from paceline.engine.draft_length import Controller
 from paceline.types import DraftBudget
 
-FURTHER = {"eagle3": [DraftBudget.chain(4), DraftBudget.chain(5)]}
-"""Sizes beside those that the controller considers on this machine."""
+EXTRA_SIZES = {"eagle3": [DraftBudget.chain(4), DraftBudget.chain(5)]}
+"""Drafter -> sizes to measure in addition to the sizes that the controller considers on this machine."""
 
 
 def table(found: Acceptance, sizes: Sequence[DraftBudget]) -> dict[str, dict[str, list[float]]]:
@@ -39,10 +39,12 @@ def table(found: Acceptance, sizes: Sequence[DraftBudget]) -> dict[str, dict[str
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="*", default=["eagle3", "suffix", "ngram", "medusa"])
-    parser.add_argument("--prompts", type=int, default=39, help="questions, evenly over the 13 categories (39)")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens each, at most (96)")
+    parser.add_argument(
+        "--prompts", type=int, default=39, help="number of questions, spread evenly over the 13 categories (39)"
+    )
+    parser.add_argument("--tokens", type=int, default=96, help="maximum new tokens per reply (96)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
-    parser.add_argument("--out", type=Path, default=STORED, help="the file that comes with the package")
+    parser.add_argument("--out", type=Path, default=STORED, help="output file (the file that ships with the package)")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     questions = pick(read_questions(PROMPTS), args.prompts)
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         drafter = open_drafter(name, loaded)
         if drafter is None:
             continue
-        sizes = sorted({*Controller(drafter.draft).sizes[1:], *FURTHER.get(name, [])}, key=lambda size: size.nodes)
+        sizes = sorted({*Controller(drafter.draft).sizes[1:], *EXTRA_SIZES.get(name, [])}, key=lambda size: size.nodes)
         found, _ = observe(loaded, drafter, sizes, replies)
         tables[name] = table(found, sizes)
         result["prompt_tokens"] = {kind: round(k.prompt, 1) for kind, k in found.kinds.items()}

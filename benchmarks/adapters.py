@@ -1,7 +1,7 @@
-"""Time of a pass whose requests have adapters beside the weights, by how many different ones there are.
+"""Measure the time of a pass with unmerged adapters, by number of different adapters.
 
-Every pass has the same requests, which have no adapter, all the same one, or each its own. Passes are timed in turns,
-by the processor time of the one thread that runs them, since the machine may be shared.
+All passes have the same requests: either none has an adapter, or all have the same one, or each has its own. The three
+kinds of pass alternate. Time is the CPU time of the single thread that runs them, since the machine may be shared.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main() -> None:
     times = {rows: _times(target, rows, args.rounds) for rows in ROWS}
     size = sum(x.numel() for x in _factors(config, args.rank, 0).values())
     grid = Grid(
-        "Processor time of a pass of four requests, ms, and the median ratio to no adapter in the same turn",
-        ["requests have", *(f"{rows} rows each" for rows in ROWS), *(f"ratio, {rows}" for rows in ROWS)],
+        "CPU time of a pass of four requests, ms, and its median ratio to a pass without adapters in the same turn",
+        ["requests with", *(f"{rows} rows each" for rows in ROWS), *(f"ratio, {rows}" for rows in ROWS)],
         [
             (
                 name,
@@ -55,8 +55,8 @@ def main() -> None:
         ],
     )
     notes = [
-        f"Adapters of rank {args.rank} at all projections: {size / 1e6:.1f} M random numbers each, in its dtype.",
-        f"Guarantee of the model with its adapters: {llm.guarantee}.",
+        f"Each adapter has rank {args.rank} and covers all projections, with {size / 1e6:.1f} M random parameters.",
+        f"Guarantee of the model with adapters: {llm.guarantee}.",
     ]
     report([grid], notes)
     seconds = {str(rows): {name: median(found) for name, found in times[rows].items()} for rows in ROWS}
@@ -82,13 +82,13 @@ def _times(target: Decoder, rows: int, rounds: int) -> dict[str, list[float]]:
         for name, chosen in passes.items():
             began = time.thread_time()
             target.forward(chosen, cache, Want("none"))
-            if turn:  # the first one warms up
+            if turn:  # the first turn is a warm-up
                 found[name].append(time.thread_time() - began)
     return found
 
 
 def _factors(c: ModelConfig, rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random factors of every projection, by PEFT's names."""
+    """Return random LoRA factors for every projection, by PEFT's tensor names."""
     draw, q, kv = torch.Generator().manual_seed(seed), c.heads * c.head_dim, c.kv_heads * c.head_dim
     sizes = {f"self_attn.{x}_proj": (c.hidden, out) for x, out in (("q", q), ("k", kv), ("v", kv))}
     sizes |= {"self_attn.o_proj": (q, c.hidden), "mlp.down_proj": (c.ffn, c.hidden)}

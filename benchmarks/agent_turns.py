@@ -1,9 +1,9 @@
-"""Agents' turns at length: seconds to the first token of turn 1, turn 2, and turn 2 after a restart of the server.
+"""Measure coding agents with long prompts: time to first token of turn 1, turn 2, and turn 2 after a server restart.
 
-Requests have the form of Claude Code, Codex and opencode: a long system prompt, tools, and messages. They go to
-`paceline serve` over HTTP. Turn 2 repeats turn 1 with its reply and a further message. With --prefix-dir, prefixes are
-kept on disk, where this version has the option. A second table has the time to the first token of a short request,
-alone and while a long prompt is being read.
+Requests imitate Claude Code, Codex and opencode: a long system prompt, tools, and messages. They go to `paceline serve`
+over HTTP. Turn 2 contains turn 1, its reply and another message. With --prefix-dir, the server keeps prefixes on disk,
+if this version has the option. A second table shows the time to first token of a short request, on an idle server and
+during a long prompt.
 
     python benchmarks/agent_turns.py --model 1.5b --serve "--prefix-dir /tmp/prefixes"
     python benchmarks/agent_turns.py --model demo --system 1500 --repeats 1
@@ -37,13 +37,13 @@ _DESCRIPTION = "Runs a command in the user's shell and returns its output. Quote
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A client.
+    """The request format of a coding agent.
 
     Attributes:
-        path: Path of its requests.
-        body: Makes a request from (system prompt, messages as (role, text)).
-        first: Pattern of the first token in the stream.
-        cached: Pattern of the number of cached tokens in the stream.
+        path: URL path of its requests.
+        body: Function from the system prompt and the messages (role, text) to the body of a request.
+        first: Pattern that matches the first token in the stream.
+        cached: Pattern that captures the number of cached tokens in the stream.
     """
 
     path: str
@@ -93,8 +93,8 @@ AGENTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request: seconds to the first token, and prompt tokens that were not read again."""
+class TimedRequest:
+    """A measured request: seconds to the first token, and prompt tokens that came from the prefix cache."""
 
     agent: str
     turn: str
@@ -103,7 +103,7 @@ class Asked:
 
 
 async def first_token(port: int, agent: Agent, body: dict[str, Any], model: str) -> tuple[float, int]:
-    """Return the seconds to the first token of a request, and its cached tokens."""
+    """Send a request. Return the seconds to its first token, and its number of cached tokens."""
     client, times = Client(port, timeout=3600.0), list[float]()
 
     async def note(found: Exchange) -> bool:
@@ -122,32 +122,32 @@ async def first_token(port: int, agent: Agent, body: dict[str, Any], model: str)
 # Turns
 
 
-def turns(name: str, system: str, args: argparse.Namespace) -> list[Asked]:
-    """Ask turn 1 and turn 2 of an agent, restart the server, and ask turn 2 again."""
-    agent, found = AGENTS[name], list[Asked]()
-    beginning = [("user", "List the files of this folder and say what they are for.")]
-    going_on = [*beginning, ("assistant", "There are two files."), ("user", "Read both, and fix what is wrong.")]
+def turns(name: str, system: str, args: argparse.Namespace) -> list[TimedRequest]:
+    """Send turn 1 and turn 2 of an agent, restart the server, and send turn 2 again."""
+    agent, found = AGENTS[name], list[TimedRequest]()
+    first_turn = [("user", "List the files of this folder and say what they are for.")]
+    second_turn = [*first_turn, ("assistant", "There are two files."), ("user", "Read both, and fix what is wrong.")]
     for names in (TURNS[:2], TURNS[2:]):
         with server(args) as running:
             model = running.model()
             for turn in names:
-                body = agent.body(system, beginning if turn == TURNS[0] else going_on)
-                found.append(Asked(name, turn, *asyncio.run(first_token(running.port, agent, body, model))))
+                body = agent.body(system, first_turn if turn == TURNS[0] else second_turn)
+                found.append(TimedRequest(name, turn, *asyncio.run(first_token(running.port, agent, body, model))))
     return found
 
 
 def server(args: argparse.Namespace) -> ServerProcess:
-    """Start `paceline serve`. A restart may take long, since it reads the model again."""
+    """Start `paceline serve`, with a long timeout because a restart reads the model again."""
     command = paceline_serve(f"--model {model_path(args.model)} {args.serve}")
     return ServerProcess("paceline serve", command, patience=600.0)
 
 
-def beside(system: str, args: argparse.Namespace) -> list[Asked]:
-    """Ask a short question of an idle server, and then while a long prompt is being read."""
-    agent, found = AGENTS["opencode"], list[Asked]()
+def during_long_prompt(system: str, args: argparse.Namespace) -> list[TimedRequest]:
+    """Send a short request to an idle server, and then during the prefill of a long prompt."""
+    agent, found = AGENTS["opencode"], list[TimedRequest]()
     short = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 8, "stream": True}
 
-    async def both(port: int, model: str, number: int) -> Asked:
+    async def interrupt(port: int, model: str, number: int) -> TimedRequest:
         long = agent.body(f" Request {number}. {system}", [("user", "Go on.")])
         reading = asyncio.create_task(first_token(port, agent, long, model))
         await asyncio.sleep(args.delay)
@@ -156,34 +156,40 @@ def beside(system: str, args: argparse.Namespace) -> list[Asked]:
         late = reading.done()
         await reading
         if late:
-            fail(f"the long prompt had been read after {time.perf_counter() - began:.1f} s: use a longer --system")
-        return Asked("short request", "beside a long prompt", seconds)
+            waited = time.perf_counter() - began
+            fail(f"the long prompt ended before the short request, within {waited:.1f} s: use a longer --system")
+        return TimedRequest("short request", "during a long prompt", seconds)
 
     with server(args) as running:
         model = running.model()
         asyncio.run(first_token(running.port, agent, short, model))  # warms up
         for number in range(args.repeats):
             seconds, _ = asyncio.run(first_token(running.port, agent, short, model))
-            found += [Asked("short request", "alone", seconds), asyncio.run(both(running.port, model, number))]
+            found += [
+                TimedRequest("short request", "idle server", seconds),
+                asyncio.run(interrupt(running.port, model, number)),
+            ]
     return found
 
 
 # Results
 
 
-def grids(found: list[Asked], names: list[str]) -> list[Grid]:
+def grids(found: list[TimedRequest], names: list[str]) -> list[Grid]:
     def cell(agent: str, turn: str) -> str:
         own = [one for one in found if (one.agent, one.turn) == (agent, turn)]
         cached = f" ({own[-1].cached} cached)" if own[-1].cached else ""
         return f"{median([one.seconds for one in own]):.2f}{cached}"
 
-    short = ("alone", "beside a long prompt")
+    short = ("idle server", "during a long prompt")
     return [
         Grid(
-            "First token of an agent's turn, s", ["client", *TURNS], [[n, *(cell(n, t) for t in TURNS)] for n in names]
+            "Time to first token of an agent's turn, s",
+            ["client", *TURNS],
+            [[n, *(cell(n, t) for t in TURNS)] for n in names],
         ),
         Grid(
-            "First token of a short request, s",
+            "Time to first token of a short request, s",
             ["", *short],
             [["short request", *(cell("short request", t) for t in short)]],
         ),
@@ -195,12 +201,12 @@ def main() -> None:
     path = model_path(args.model)
     (_, ids) = prompt_ids(str(path), [args.system])
     tokenizer = open_checkpoint(path).tokenizer
-    source, found = provenance(**vars(args)), list[Asked]()
+    source, found = provenance(**vars(args)), list[TimedRequest]()
     for number in progress(range(args.repeats), "turns"):
         for name in args.agents:
-            # Each repetition has another prompt, which no earlier one has left in the cache.
+            # Each repetition uses a new prompt, so that the cache does not contain it yet.
             found += turns(name, f" Session {number}, {time.time_ns()}. {tokenizer.decode(ids)}", args)
-    found += beside(tokenizer.decode(ids), args)
+    found += during_long_prompt(tokenizer.decode(ids), args)
     tables = grids(found, args.agents)
     report(tables)
     result = {"provenance": source, "asked": [asdict(one) for one in found]}
@@ -213,8 +219,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--agents", nargs="+", default=[*AGENTS], choices=[*AGENTS])
     parser.add_argument("--system", type=int, default=12_000, help="tokens of the system prompt (12000)")
     parser.add_argument("--delay", type=float, default=0.5, help="seconds from the long request to the short one (0.5)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions of everything (3)")
-    parser.add_argument("--serve", default="", help="further options of `paceline serve`")
+    parser.add_argument("--repeats", type=int, default=3, help="number of repetitions (3)")
+    parser.add_argument("--serve", default="", help="additional options for `paceline serve`")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args()
 

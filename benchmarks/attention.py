@@ -1,7 +1,8 @@
-"""Time of whole passes after long texts: rows to verify, and chunks of prompts, with random weights of known shapes.
+"""Measure passes after long contexts, for verification rows and prompt chunks, with random weights of real shapes.
 
-Few layers are enough, because all layers cost the same: Qwen2.5-1.5B has 28. The cache is filled with random keys and
-values. Depths and rows alternate within each repetition, so that they share the machine's ups and downs.
+A few layers are enough, because all layers take the same time (Qwen2.5-1.5B has 28). The cache is filled with random
+keys and values. Depths and rows alternate within each repetition, so that changes in the machine's speed affect all of
+them equally.
 """
 
 from __future__ import annotations
@@ -69,16 +70,16 @@ def passes(target: Decoder, depth: int, rows: Sequence[int]) -> dict[tuple[int, 
 def measure(
     target: Decoder, depths: Sequence[int], rows: Sequence[int], repeats: int
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the times of each pass by (depth, rows), see `timed`."""
+    """Return the times of each pass by (depth, rows). See `timed`."""
     return timed({key: call for depth in depths for key, call in passes(target, depth, rows).items()}, repeats)
 
 
 def timed(calls: Mapping[K, Callable[[], object]], repeats: int) -> dict[K, tuple[float, float]]:
-    """Return the median milliseconds of each call: of the clock, and of all threads' CPU time. The calls alternate."""
+    """Return the median wall and CPU milliseconds of each call, with CPU time over all threads. The calls alternate."""
     times: dict[K, list[tuple[float, float]]] = {key: [] for key in calls}
     for _ in progress(range(repeats), "passes"):
         for key, call in calls.items():
-            call()  # brings the caches into the state that decoding finds
+            call()  # brings the CPU caches into the same state as in decoding
             began, used = time.perf_counter(), time.process_time()
             call()
             times[key].append((1e3 * (time.perf_counter() - began), 1e3 * (time.process_time() - used)))
@@ -90,8 +91,8 @@ def grid(
 ) -> Grid:
     """Return a table with a line per depth."""
     lines = [[f"{depth:,}", *("{:.1f} ({:.1f})".format(*found[depth, count]) for count in rows)] for depth in depths]
-    title = f"{shape}, ms of a pass of {QWEN.layers} layers (CPU time of all threads), by tokens before it and rows"
-    return Grid(title, ["tokens", *map(str, rows)], lines)
+    title = f"{shape}: time of a pass of {QWEN.layers} layers, ms (CPU time of all threads), by context and rows"
+    return Grid(title, ["context", *map(str, rows)], lines)
 
 
 def main() -> None:
@@ -99,7 +100,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["Qwen2.5-1.5B"])
     parser.add_argument("--depths", nargs="+", type=int, default=[256, 2000, 6000, 16000])
     parser.add_argument(
-        "--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, CHUNK], help=f"{CHUNK} is a prompt's chunk"
+        "--rows",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 8, 16, CHUNK],
+        help=f"rows of a pass; {CHUNK} is a prompt chunk",
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS)

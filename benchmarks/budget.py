@@ -1,9 +1,9 @@
-"""Time of a round by part and rows, beside the floor that reading the weights sets.
+"""Break down the time of a round by part and number of rows, and compare it with the time to read the weights.
 
-Parts are timed alone and in turns: matrix products (every layer's, then the head's), attention (a pass after the prefix
-less one after almost nothing), the rest of the layers (norms, rotary factors, activations, rounding, barriers),
-sampling and acceptance, Python. The floor is the bytes of weights over the memory bandwidth that `paceline doctor`
-measures.
+Parts are timed separately and alternate: matrix products (of all layers, then of the head), attention (a pass after the
+prefix minus a pass after two tokens), the rest of the layers (norms, rotary factors, activations, rounding, barriers),
+sampling and acceptance, and Python. The time to read the weights is their size divided by the memory bandwidth that
+`paceline doctor` measures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     llm = paceline.load(args.model, quantize=args.quantize, drafter=None)
     target = llm.model.target
     if not isinstance(target, Decoder) or not target._stack.native:
-        raise SystemExit("error: this machine runs the model through torch, whose parts cannot be told apart here")
+        raise SystemExit("error: this benchmark needs Paceline's CPU kernels, but this machine uses torch's kernels")
     source = provenance(model=args.model, quantize=args.quantize, prefix=args.prefix)
     products = [product for part in target._stack._parts for layer in part.layers for product in _products(layer)]
     weights = sum(product.matrix.nbytes for product in [*products, target._head])
@@ -43,13 +43,13 @@ def main() -> None:
     floor = weights / bandwidth * 1e3
     extra = _round_overhead(llm)
     grid = Grid(
-        f"A pass after {args.prefix} tokens, ms",
+        f"Time of a pass after {args.prefix} tokens, ms",
         ["part", *(f"T = {rows}" for rows in ROWS)],
         [(part, *(f"{lines[rows][part]:.2f}" for rows in ROWS)) for part in lines[ROWS[0]]],
     )
     notes = [
-        f"Weights: {weights / 2**20:.0f} MiB a pass, read at {bandwidth / 1e9:.1f} GB/s: the floor is {floor:.2f} ms.",
-        f"A round of plain decoding beyond its pass (choosing, accepting, text, Python): {extra:.2f} ms.",
+        f"A pass reads {weights / 2**20:.0f} MiB of weights: {floor:.2f} ms at {bandwidth / 1e9:.1f} GB/s.",
+        f"A round of plain decoding outside its pass (sampling, acceptance, text, Python): {extra:.2f} ms.",
     ]
     report([grid], notes)
     result = {"provenance": source, "floor_ms": floor, "bandwidth": bandwidth, "weights": weights, "parts_ms": lines}
@@ -60,15 +60,15 @@ def _line(target: Decoder, products: Sequence[NativeLinear], rows: int, args: ar
     far, near = (_after(target, length, rows) for length in (args.prefix, 2))
     inputs = {p.matrix.shape[1]: torch.randn(rows, p.matrix.shape[1]).bfloat16() for p in [*products, target._head]}
     tiny = NativeLinear(torch.zeros(16, 32, dtype=torch.bfloat16), None)
-    little = torch.zeros(rows, 32, dtype=torch.bfloat16)
-    whole, layers, short, multiplied, head, call = _in_turns(
+    tiny_input = torch.zeros(rows, 32, dtype=torch.bfloat16)
+    whole, layers, short, multiplied, head, call = _time_alternating(
         [
             lambda: far(Want("all")),
             lambda: far(Want("none")),
             lambda: near(Want("none")),
             lambda: [product(inputs[product.matrix.shape[1]]) for product in products],
             lambda: target._head.precise(inputs[target._head.matrix.shape[1]]),  # type: ignore[attr-defined]
-            lambda: [tiny(little) for _ in products],
+            lambda: [tiny(tiny_input) for _ in products],
         ],
         args.repeats,
     )
@@ -77,14 +77,14 @@ def _line(target: Decoder, products: Sequence[NativeLinear], rows: int, args: ar
         "whole pass": whole,
         "matrix products of the layers": multiplied,
         "attention over the prefix": layers - short,
-        "the rest of the layers": short - multiplied,
+        "rest of the layers": short - multiplied,
         "head": head,
-        "embedding, last norm, Python": whole - layers - head,
+        "embedding, final norm, Python": whole - layers - head,
     }
 
 
 def _after(target: Decoder, length: int, rows: int) -> Callable[[Want], object]:
-    """Return a verify pass of `rows` after a prefix; nothing is committed, so that it can be repeated."""
+    """Return a function that runs a pass of `rows` rows after a prefix. It commits nothing, so it can be repeated."""
     cache = target.new_cache()
     slot = cache.acquire(length)
     tokens = [(i * 7919 + 11) % min(target.vocab_size, 30000) for i in range(length)]
@@ -102,8 +102,8 @@ def _products(layer: Layer) -> list[NativeLinear]:
     return [layer.attention.qkv, layer.out, gate_up.both, layer.mlp.down]  # type: ignore[list-item]
 
 
-def _in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median milliseconds of each call."""
+def _time_alternating(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Return the median milliseconds of each call. The calls alternate."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, times in zip(calls, seconds, strict=True):
@@ -114,7 +114,7 @@ def _in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float
 
 
 def _round_overhead(llm: paceline.LLM) -> float:
-    """Return the milliseconds of a plain round beyond its forward pass."""
+    """Return the milliseconds of a plain round outside its forward pass."""
     inside = 0.0
     forward = llm.engine.target.forward
 

@@ -1,7 +1,8 @@
-"""Decoding beside other programs that keep every core busy: the default threads against fixed numbers of them.
+"""Measure decoding while other programs keep the cores busy, with the default number of threads and with one thread.
 
-Busy loops run in processes of their own. Systems take turns, reply by reply: the default (as many threads as physical
-cores, of which the kernels' pool uses as many as pay), and one thread. The aim is 0.9 of the best of them.
+The other programs are busy loops in separate processes. The two thread counts alternate from reply to reply. The
+default is one thread per physical core, and the kernels' thread pool uses as many of them as make decoding faster. The
+goal for the default is at least 0.9 of the speed of the faster one.
 
     python benchmarks/busy.py --model qwen2.5-coder-1.5b.gguf
 """
@@ -25,7 +26,7 @@ PROMPT = "Write a Python function that merges two sorted lists, and explain each
 
 
 def speed(llm: paceline.LLM, threads: int, tokens: int) -> float:
-    """Return tokens per second of one reply after its first token."""
+    """Return the tokens per second of one reply after its first token."""
     torch.set_num_threads(threads)
     llm.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
     sampling = paceline.Sampling(max_new_tokens=tokens, ignore_eos=True)
@@ -52,7 +53,7 @@ def main() -> None:
         rows.append(
             [str(loops), *(f"{value:.1f}" for value in each.values()), f"{each[most] / max(each.values()):.2f}"]
         )
-    columns = ["busy loops", f"default ({most} threads), tok/s", "1 thread, tok/s", "default over the best"]
+    columns = ["busy loops", f"default ({most} threads), tok/s", "1 thread, tok/s", "default relative to best"]
     grids = [Grid(f"{Path(args.model).name}, {os.cpu_count()} cores", columns, rows)]
     report(grids)
     write("busy", {"provenance": source, "runs": found}, grids, folder=args.out)

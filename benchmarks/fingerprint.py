@@ -1,11 +1,12 @@
-"""Record the demo model's output to the bit before a refactoring, and compare with it afterwards.
+"""Record the demo model's exact output before a refactoring, and compare with it afterwards.
 
     python benchmarks/fingerprint.py --out before.json
     python benchmarks/fingerprint.py --against before.json
 
-Token ids and log-probabilities of 40 prompts, greedy and sampled, in bfloat16 and with the file's own codes, by every
-drafter, one by one, in a batch and from a server. Every drafter must write what plain decoding writes. It uses the
-public API and the command line alone, so that the same script runs before and after. Bits are those of one machine.
+The output is the token ids and log-probabilities for 40 prompts, greedy and sampled, in bfloat16 and with the file's
+own quantised weights. Prompts are answered one by one with every drafter, in a batch, and by a server. Every drafter
+must write the same text as plain decoding. The script uses only the public API and the command line, so that it runs
+unchanged before and after the refactoring. Outputs of different machines are not comparable.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ Reply = tuple[list[int], str]
 
 
 def prompts(count: int) -> list[str]:
-    """Questions from all over the file."""
+    """Return `count` questions, spread over the whole file."""
     if not PROMPTS.exists():
-        raise SystemExit(f"error: {PROMPTS} is not there: this script needs the shared folder beside the checkout")
+        raise SystemExit(f"error: {PROMPTS} does not exist: this script needs the `shared` folder next to the checkout")
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["turns"][0][:1500] for line in lines[:: max(1, len(lines) // count)]][:count]
 
 
 def digest(logprobs: Sequence[Any]) -> str:
-    said = [(one.chosen.hex(), [(token, value.hex()) for token, value in one.top]) for one in logprobs]
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
+    values = [(one.chosen.hex(), [(token, value.hex()) for token, value in one.top]) for one in logprobs]
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
 def written(llm: paceline.LLM, asked: Sequence[str], tokens: int, how: dict[str, Any]) -> list[Reply]:
-    """Each prompt by itself."""
+    """Answer the prompts one by one."""
     sampling = paceline.Sampling(max_new_tokens=tokens, logprobs=2, **how)
     found = []
     for prompt in asked:
@@ -57,7 +58,7 @@ def written(llm: paceline.LLM, asked: Sequence[str], tokens: int, how: dict[str,
 
 
 def batched(llm: paceline.LLM, asked: Sequence[str], tokens: int, how: dict[str, Any]) -> list[Reply]:
-    """All of them at once."""
+    """Answer all prompts in one batch."""
     sampling = paceline.Sampling(max_new_tokens=tokens, logprobs=2, **how)
     chunks: list[list[Any]] = [[] for _ in asked]
     with llm.batch(asked, sampling, width=16) as batch:
@@ -68,7 +69,7 @@ def batched(llm: paceline.LLM, asked: Sequence[str], tokens: int, how: dict[str,
 
 @contextmanager
 def server(quantize: str) -> Iterator[str]:
-    """The address of a served demo model."""
+    """Serve the demo model. Yield the server's address."""
     command = [sys.executable, "-m", "paceline", "serve", "--model", "demo", "--port", "0"]
     command += ["--quantize", quantize]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -80,7 +81,7 @@ def server(quantize: str) -> Iterator[str]:
 
 
 def served(address: str, asked: Sequence[str], tokens: int, how: dict[str, Any]) -> list[list[str]]:
-    """Tokens and log-probabilities as the server tells them."""
+    """Return tokens and log-probabilities as the server reports them."""
     found = []
     for prompt in asked:
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "logprobs": True, **how}
@@ -94,7 +95,7 @@ def served(address: str, asked: Sequence[str], tokens: int, how: dict[str, Any])
 
 
 def fingerprint(count: int, tokens: int, drafters: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the output by precision and sampling, and where a drafter or a batch differed from it."""
+    """Return the output by precision and sampling, and a line for each drafter or batch that differed from it."""
     asked, found, wrong = prompts(count), {}, []
     for precision, quantize in PRECISIONS.items():
         plain = paceline.load("demo", drafter=None, quantize=quantize)
@@ -116,21 +117,21 @@ def fingerprint(count: int, tokens: int, drafters: Sequence[str]) -> tuple[dict[
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write what was found into this file")
+    parser.add_argument("--out", type=Path, help="write the output to this file")
     parser.add_argument("--against", type=Path, help="compare with this file")
-    parser.add_argument("--prompts", type=int, default=40, help="prompts (40)")
-    parser.add_argument("--tokens", type=int, default=32, help="new tokens each, at most (32)")
+    parser.add_argument("--prompts", type=int, default=40, help="number of prompts (40)")
+    parser.add_argument("--tokens", type=int, default=32, help="maximum new tokens per reply (32)")
     parser.add_argument("--drafters", nargs="*", default=DRAFTERS, help=f"drafters ({' '.join(DRAFTERS)})")
     args = parser.parse_args(arguments)
     found, wrong = fingerprint(args.prompts, args.tokens, args.drafters)
     if args.out:
         args.out.write_text(json.dumps(found), encoding="utf-8")
     for line in wrong:
-        print(f"not what plain decoding writes: {line}")
+        print(f"differs from plain decoding: {line}")
     if args.against:
         before = json.loads(args.against.read_text(encoding="utf-8"))
         same = json.loads(json.dumps(found)) == before
-        print("the same to the bit" if same else "NOT what was recorded")
+        print("identical to the recorded output" if same else "DIFFERENT from the recorded output")
         return int(bool(wrong) or not same)
     return int(bool(wrong))
 

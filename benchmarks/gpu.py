@@ -1,8 +1,8 @@
-"""GPU figures: plain decoding against memory bandwidth, cost of more rows, overhead of a round.
+"""Measure decoding on a GPU: speed relative to memory bandwidth, the cost of additional rows, and overhead per round.
 
-Models of the shapes of Llama 3.1 8B and Qwen2.5 7B with random weights, made on the device, and a drafter of a given
-acceptance. `--tiny` runs the same steps on toys on a CPU, whose figures mean nothing. A part that fails is named in the
-result and the others go on; the exit code is then 1.
+The models have the shapes of Llama 3.1 8B and Qwen2.5 7B and random weights, which are created on the device. The
+drafter has a given acceptance rate. `--tiny` runs the same steps with toy models on a CPU, where the figures mean
+nothing. If a part fails, the result names it, the other parts continue, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from paceline.types import Draft, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, pack_prefix
 
 CHAIN = 7
-"""Drafted tokens per round: 8 rows."""
+"""Drafted tokens per round. A pass then has 8 rows."""
 
-GOALS = "goals: plain decoding at 80 % of the copy bandwidth, 64 rows at most 1.15x of one, 100 us per round outside"
+GOALS = (
+    "goals: plain decoding at 80 % of the copy bandwidth; a pass of 64 rows takes at most 1.15 times as long as a pass "
+    "of one row; a round takes at most 100 us outside its graph"
+)
 
 
 @dataclass(slots=True)
 class Run:
-    """Options, start time, and results so far. `parts`: model -> part -> figures."""
+    """Options, start time, and results so far. `parts` maps model -> part -> figures."""
 
     args: argparse.Namespace
     device: torch.device
@@ -51,10 +54,10 @@ class Run:
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
     copy: float = float("nan")
-    """Bytes per second of a copy on the device, read and written."""
+    """Bytes read and written per second by a copy on the device."""
 
     def part(self, model: str, name: str, measure: Callable[[], Any]) -> None:
-        """Run one part and record its error if it fails; skip it once the time is up."""
+        """Run one part, or record its error if it fails. Skip it if the time is up."""
         if time.perf_counter() - self.began > 60 * self.args.minutes:
             self.failed.append(f"{model}, {name}: no time left")
             return
@@ -84,7 +87,7 @@ def wait(device: torch.device) -> None:
 
 
 def timed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
-    """Return the median seconds of a run, each synchronised, after three warm-ups."""
+    """Return the median seconds of a run, including synchronisation, after three warm-up runs."""
     seconds = []
     for turn in range(repeats + 3):
         wait(device)
@@ -98,7 +101,7 @@ def timed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
 
 
 def packed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
-    """Return the seconds per run of many with one synchronisation at the end: the device's time alone."""
+    """Return the device's time per run in seconds, from many runs with one synchronisation at the end."""
     run()
     wait(device)
     began = time.perf_counter()
@@ -109,7 +112,7 @@ def packed(device: torch.device, run: Callable[[], Any], repeats: int) -> float:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Return the bytes read and written per second by a copy of `size` random bytes."""
+    """Return the bytes read and written per second when copying `size` random bytes."""
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / packed(device, lambda: target.copy_(source), 20)
@@ -130,7 +133,7 @@ def make(kind: str, weights: RandomWeights, run: Run) -> Target:
 
 @contextmanager
 def filled(target: Target, context: int) -> Iterator[tuple[KVCache, int]]:
-    """Yield a cache and a slot of it that holds `context` tokens."""
+    """Yield a cache and the index of its slot that contains `context` tokens."""
     cache = target.new_cache()
     slot = cache.acquire(context)
     for done in range(0, context, PREFILL_ROWS):
@@ -143,8 +146,8 @@ def filled(target: Target, context: int) -> Iterator[tuple[KVCache, int]]:
 
 
 def passes(target: Target, weights: RandomWeights, run: Run) -> dict[str, Any]:
-    """Return milliseconds of a verify pass by its rows: of a synchronised call, and of its graph alone."""
-    call, alone = {}, {}
+    """Measure a verification pass by number of rows, both as a synchronised call and as only its CUDA graph."""
+    call, graph = {}, {}
     with filled(target, run.args.context) as (cache, slot):
         for count in run.args.rows:
             rows = pack([1], [Draft.chain([2] * (count - 1))], [slot], [run.args.context], target.device)
@@ -152,27 +155,27 @@ def passes(target: Target, weights: RandomWeights, run: Run) -> dict[str, Any]:
                 target.forward(rows, cache, Want())
             call[count] = 1e3 * timed(run.device, lambda r=rows: target.forward(r, cache, Want()), run.args.repeats)
             replay = graph_of(cache, rows.tokens.shape[1])
-            alone[count] = 1e3 * packed(run.device, replay, run.args.repeats) if replay else None
+            graph[count] = 1e3 * packed(run.device, replay, run.args.repeats) if replay else None
     first = run.args.rows[0]
-    device_ms = alone[first] or call[first]
+    device_ms = graph[first] or call[first]
     return {
         "call_ms": call,
-        "graph_ms": alone,
+        "graph_ms": graph,
         "read_GB": weights.read_bytes(run.args.context) / 1e9,
         "of_copy_bandwidth": weights.read_bytes(run.args.context) / (device_ms / 1e3) / run.copy,
-        "over_one_row": {n: (alone[n] or call[n]) / device_ms for n in run.args.rows},
+        "over_one_row": {n: (graph[n] or call[n]) / device_ms for n in run.args.rows},
     }
 
 
 def graph_of(cache: KVCache, rows: int) -> Callable[[], Any] | None:
-    """Return the graph of a pass of one slot and `rows` rows."""
+    """Return the graph of a pass with one slot and `rows` rows, or None if there is none."""
     graphs = getattr(cache, "graphs", {})
     sizes = sorted(size for (size, taps) in graphs if size[0] == 1 and size[1] >= rows)
     return graphs[sizes[0], ()][1] if sizes else None
 
 
 def texts(target: Target, run: Run) -> dict[str, Any]:
-    """Measure whole replies by tokens per round; 1 means no drafts."""
+    """Measure whole replies by tokens per round. 1 means no drafts."""
     args = run.args
     text = torch.randint(target.vocab_size, (args.context + args.tokens + CHAIN + 2,), generator=torch.Generator())
     known = text.tolist()
@@ -185,11 +188,11 @@ def texts(target: Target, run: Run) -> dict[str, Any]:
 
 
 def reply(engine: Engine, text: list[int], run_: Run) -> dict[str, float]:
-    """Measure one reply, prefill left out, after one that warms up."""
+    """Measure one reply without its prefill, after a warm-up reply."""
     prompt, sampling = text[: run_.args.context], Sampling(max_new_tokens=run_.args.tokens)
     for _ in range(2):
         tokens, _, stats = run(engine.target, prompt, sampling, engine=engine)
-    assert tokens == text[len(prompt) : len(prompt) + len(tokens)], "the reply is not the given text"
+    assert tokens == text[len(prompt) : len(prompt) + len(tokens)], "the reply differs from the given text"
     seconds = sum(stats.seconds.values()) - stats.seconds["prefill"]
     each = {f"{name}_us": 1e6 * stats.seconds[name] / stats.rounds for name in ("draft", "verify", "commit", "other")}
     nodes = max((policy.draft.nodes for policy in engine.policies), default=0)
@@ -206,8 +209,8 @@ def reply(engine: Engine, text: list[int], run_: Run) -> dict[str, float]:
     }
 
 
-def kind_of_model(name: str, raw: Mapping[str, Any], run: Run) -> None:
-    """Measure every kind of Paceline's decoding of one model."""
+def measure_model(name: str, raw: Mapping[str, Any], run: Run) -> None:
+    """Measure one model with every kind of target."""
     weights = RandomWeights(raw, run.dtype, run.device)
     for kind in KINDS:
         made: list[Target] = []
@@ -219,7 +222,7 @@ def kind_of_model(name: str, raw: Mapping[str, Any], run: Run) -> None:
 
 
 def peers(name: str, raw: Mapping[str, Any], run: Run) -> None:
-    """Measure plain decoding by other programs, of the same length after the same context."""
+    """Measure plain decoding by other programs, with the same context length and reply length."""
     args = run.args
     weights = RandomWeights(raw, run.dtype, run.device)
     compiled = run.device.type == "cuda"
@@ -232,7 +235,7 @@ def peers(name: str, raw: Mapping[str, Any], run: Run) -> None:
 
 
 def speed(peer: Callable[[list[int], int], list[int]], vocab: int, run: Run) -> dict[str, float]:
-    """Return tokens per second without prefill: a long reply less one of a single token, after one that compiles."""
+    """Return tokens per second without prefill, from a long and a one-token reply. A warm-up reply compiles first."""
     prompt = [(7 * i + 1) % vocab for i in range(run.args.context)]
     peer(prompt, 8)
     seconds = []
@@ -246,7 +249,7 @@ def speed(peer: Callable[[list[int], int], list[int]], vocab: int, run: Run) -> 
 
 
 def demo(run: Run) -> None:
-    """Measure SmolLM2 with its EAGLE-3 head on real text, where its file is present (see benchmarks/README.md)."""
+    """Measure SmolLM2 with its EAGLE-3 head on real text. This needs its file (see benchmarks/README.md)."""
     import paceline
 
     def one(drafter: str | None, exact: bool) -> dict[str, float]:
@@ -280,8 +283,12 @@ def _passes_grid(run: Run) -> Grid:
                 check = str(parts.get(f"{kind}: self-check"))
                 times = [f"{p['call_ms'][n]:.2f} ({p['over_one_row'][n]:.2f}x)" for n in run.args.rows]
                 rows.append([f"{model}, {kind}", f"{100 * p['of_copy_bandwidth']:.0f} %", check, *times])
-    columns = ["model, kernels", "of copy bandwidth", "self-check", *(f"{n} rows, ms" for n in run.args.rows)]
-    return Grid(f"A pass after {run.args.context} tokens: a call of it, and the device over its first", columns, rows)
+    columns = ["model, kernels", "share of copy bandwidth", "self-check", *(f"{n} rows, ms" for n in run.args.rows)]
+    return Grid(
+        f"Time of a pass after {run.args.context} tokens (in parentheses: device time relative to the first column)",
+        columns,
+        rows,
+    )
 
 
 def _texts_grid(run: Run) -> Grid:
@@ -296,27 +303,27 @@ def _texts_grid(run: Run) -> Grid:
             elif isinstance(found, dict) and "tokens_per_second" in found:
                 kept = found.get("tokens_per_round", 1.0)
                 rows.append([f"{model}, {part}", f"{found['tokens_per_second']:.0f}", f"{kept:.2f}", "-"])
-    columns = ["model, by what", "tok/s", "tokens per round", "us per round outside its graph"]
+    columns = ["model, decoder", "tok/s", "tokens per round", "us per round outside its graph"]
     return Grid(f"Replies of {run.args.tokens} tokens, batch 1", columns, rows)
 
 
 def lines(run: Run) -> list[str]:
-    device = f"{device_name(run.device)}, {run.dtype}; a copy reaches {run.copy / 1e9:.0f} GB/s, read and written"
+    device = f"{device_name(run.device)}, {run.dtype}; copy bandwidth {run.copy / 1e9:.0f} GB/s (reads plus writes)"
     return [device, GOALS, *(f"FAILED: {failure}" for failure in run.failed)]
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--context", type=int, default=512, help="tokens before what is timed (512)")
+    parser.add_argument("--context", type=int, default=512, help="context length of the timed passes (512)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--taus", type=float, nargs="+", default=[1, 2, 3, 4], help="tokens per round (1 2 3 4)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a reply (256)")
+    parser.add_argument("--tokens", type=int, default=256, help="new tokens per reply (256)")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no part after this time (8)")
-    parser.add_argument("--no-peers", action="store_true", help="leave out transformers and the bare loop")
-    parser.add_argument("--demo", action="store_true", help="SmolLM2 too")
-    parser.add_argument("--tiny", action="store_true", help="toys on the CPU")
+    parser.add_argument("--minutes", type=float, default=8.0, help="start no new part after this many minutes (8)")
+    parser.add_argument("--no-peers", action="store_true", help="skip transformers and the bare loop")
+    parser.add_argument("--demo", action="store_true", help="also measure SmolLM2")
+    parser.add_argument("--tiny", action="store_true", help="use toy models on the CPU")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args(arguments)
 
@@ -325,13 +332,13 @@ def main(arguments: Sequence[str]) -> int:
     args = options(arguments)
     cuda = torch.cuda.is_available() and not args.tiny
     if not args.tiny and not (cuda and has_triton()):
-        sys.exit("error: this takes a CUDA device and Triton; --tiny runs the same steps over toys on a CPU")
+        sys.exit("error: this benchmark needs a CUDA device and Triton; --tiny runs the same steps with toy models")
     device, dtype = (torch.device("cuda"), torch.bfloat16) if cuda else (torch.device("cpu"), torch.float32)
     run = Run(args, device, dtype)
     run.copy = copy_bandwidth(device, 4 << 30 if cuda else 1 << 20)
     shapes = {name: tiny(SHAPES[name]) if args.tiny else SHAPES[name] for name in args.models}
     for name, raw in shapes.items():
-        kind_of_model(name, raw, run)
+        measure_model(name, raw, run)
     if args.demo:
         demo(run)
     for name, raw in shapes.items() if not args.no_peers else ():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On the machine with the GPU, in the root of a checkout: the tests that take one, then the figures, all into $OUT.
-# Ends within ten minutes: two for the tests, and nothing of the figures begins after five and a half.
+# Run this on the machine with the GPU, in the root of a checkout. It runs GPU tests, then gpu.py, and writes to $OUT.
+# It ends within ten minutes: the tests get two, and gpu.py starts no new part after five and a half.
 set -u
 out=${OUT:-benchmarks/results}
 mkdir -p "$out"

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights, and drafts of a given acceptance."""
+"""Models with a given shape and random weights, and drafts with a given acceptance rate."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tiny(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Normal weights, made on the device on demand and always the same; norms are one."""
+    """Normally distributed weights, created on the device on demand and always the same. Norm weights are 1."""
 
     def __init__(self, raw: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self.config: ModelConfig = read_config(raw)
@@ -81,7 +81,7 @@ class RandomWeights(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def read_bytes(self, context: int) -> int:
-        """Return the bytes that a small pass reads after `context` tokens: cache, all matrices but the embedding."""
+        """Return the bytes that a small pass reads after `context` tokens: cache and matrices without embeddings."""
         c = self.config
         numbers = sum(torch.Size(s).numel() for name, s in self.shapes.items() if "embed_tokens" not in name or c.tied)
         return (numbers + 2 * c.layers * c.kv_heads * c.head_dim * context) * self._dtype.itemsize
@@ -93,8 +93,8 @@ BIASED = ("q_proj", "k_proj", "v_proj")
 class Steered:
     """A target that always chooses the next token of `text`.
 
-    Its passes are those of the target and one or two kernels more. So a drafter that knows the text is right exactly as
-    often as intended, however many ties random weights produce.
+    A pass adds one or two kernels to the target's pass. A drafter that knows the text is then right exactly as often as
+    intended, even if random weights produce many ties.
     """
 
     def __init__(self, target: Target, text: Sequence[int]) -> None:
@@ -116,8 +116,8 @@ class Steered:
 
 
 def accuracy_for(tau: float, length: int) -> float:
-    """Return the accuracy per token at which a chain of `length` gives `tau` tokens per round, the target's own
-    included: the root a of 1 + a + a^2 + ... + a^length = tau."""
+    """Return the accuracy per token at which a chain of `length` yields `tau` tokens per round, including the target's
+    own token: the root a of 1 + a + a^2 + ... + a^length = tau."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

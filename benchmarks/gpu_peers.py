@@ -11,11 +11,11 @@ from gpu_models import RandomWeights
 from torch import Tensor
 
 Peer = Callable[[Sequence[int], int], list[int]]
-"""(prompt, tokens) -> the greedy reply of exactly that many tokens."""
+"""Function (prompt, tokens) -> the greedy reply with exactly that many tokens."""
 
 
 def transformers_static(raw: Mapping[str, Any], weights: RandomWeights) -> Peer:
-    """`generate` with a static cache, which transformers compiles by itself on CUDA."""
+    """Return `generate` with a static cache, which transformers compiles automatically on CUDA."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sample = weights["model.norm.weight"]
@@ -39,14 +39,14 @@ def transformers_static(raw: Mapping[str, Any], weights: RandomWeights) -> Peer:
 
 
 class BareLoop:
-    """Plain decoding in the manner of gpt-fast: one token, a static cache, one compiled step that ends in its argmax.
+    """Plain decoding like gpt-fast: a static cache, and one compiled step per token, which ends with the argmax.
 
-    After the idea of https://github.com/pytorch-labs/gpt-fast, with no line of it: whole-graph compilation with
-    CUDA graphs ("reduce-overhead"), and attention over the whole static cache under a mask.
+    It uses the ideas of https://github.com/pytorch-labs/gpt-fast, but not its code: whole-graph compilation with CUDA
+    graphs ("reduce-overhead"), and attention over the whole static cache with a mask.
     """
 
     def __init__(self, weights: RandomWeights, length: int, compiled: bool) -> None:
-        """`length`: positions of the static cache, which every step reads in full."""
+        """Create a static cache of `length` positions. Every step reads all of them."""
         c = self._config = weights.config
         first = weights["model.norm.weight"]
         self._w = {name: weights[name] for name in weights}
@@ -58,7 +58,7 @@ class BareLoop:
         self._step = self._compiled() if compiled else self._pass
 
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
-        # A compiled graph copies at every step whatever is not marked static, here the weights.
+        # At every step, a compiled graph copies all tensors that are not marked as static, such as the weights.
         for tensor in (*self._w.values(), self._cache, self._mask, self._cos, self._sin):
             torch._dynamo.mark_static_address(tensor)
         compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(self._pass, mode="reduce-overhead", fullgraph=True)
@@ -67,42 +67,42 @@ class BareLoop:
     @torch.inference_mode()
     def __call__(self, prompt: Sequence[int], tokens: int) -> list[int]:
         text = torch.tensor([prompt], device=self._cos.device)
-        place = torch.arange(len(prompt), device=self._cos.device)
-        # Prefill is not measured, and not compiled.
-        token, out = self._pass(text, place), []
-        place = place[-1:] + 1
+        positions = torch.arange(len(prompt), device=self._cos.device)
+        # Prefill is neither measured nor compiled.
+        token, out = self._pass(text, positions), []
+        positions = positions[-1:] + 1
         for _ in range(tokens):
             out.append(token)
-            token = self._step(token.clone(), place).clone()
-            place = place + 1
+            token = self._step(token.clone(), positions).clone()
+            positions = positions + 1
         return torch.cat(out, 1)[0].tolist()
 
-    def _pass(self, tokens: Tensor, place: Tensor) -> Tensor:
-        """The next token [1, 1] after tokens [1, T] at `place` [T]."""
+    def _pass(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the next token [1, 1] after tokens [1, T] at `positions` [T]."""
         x = F.embedding(tokens, self._w["model.embed_tokens.weight"])
         for layer in range(self._config.layers):
             prefix = f"model.layers.{layer}."
-            x = x + self._attend(self._norm(x, prefix + "input_layernorm"), layer, prefix + "self_attn.", place)
+            x = x + self._attend(self._norm(x, prefix + "input_layernorm"), layer, prefix + "self_attn.", positions)
             y = self._norm(x, prefix + "post_attention_layernorm")
             gate, up = (self._product(y, f"{prefix}mlp.{name}_proj") for name in ("gate", "up"))
             x = x + self._product(F.silu(gate) * up, prefix + "mlp.down_proj")
         return self._product(self._norm(x[:, -1:], "model.norm"), "lm_head").argmax(-1)
 
-    def _attend(self, x: Tensor, layer: int, prefix: str, place: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, layer: int, prefix: str, positions: Tensor) -> Tensor:
         c, t = self._config, x.shape[1]
         q, k, v = (self._product(x, f"{prefix}{n}_proj").view(1, t, -1, c.head_dim).transpose(1, 2) for n in "qkv")
         cache = self._cache[layer]
-        cache[0].index_copy_(2, place, self._turn(k, place))
-        cache[1].index_copy_(2, place, v)
+        cache[0].index_copy_(2, positions, self._rotate(k, positions))
+        cache[1].index_copy_(2, positions, v)
         grouped = c.heads != c.kv_heads
-        mask = self._mask[place]
-        y = F.scaled_dot_product_attention(self._turn(q, place), cache[0], cache[1], mask, enable_gqa=grouped)
+        mask = self._mask[positions]
+        y = F.scaled_dot_product_attention(self._rotate(q, positions), cache[0], cache[1], mask, enable_gqa=grouped)
         return self._product(y.transpose(1, 2).reshape(1, t, -1), prefix + "o_proj")
 
-    def _turn(self, x: Tensor, place: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         left, right = x.float().chunk(2, -1)
-        turned = torch.cat([-right, left], -1)
-        return (x * self._cos[place] + turned * self._sin[place]).to(x.dtype)
+        rotated = torch.cat([-right, left], -1)
+        return (x * self._cos[positions] + rotated * self._sin[positions]).to(x.dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self._w[name + ".weight"], self._config.norms.eps)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Here, before a machine with a GPU is asked for: what it lacks, into .gpu/ (which git ignores).
-# gguf is a package that machine does not have; SmolLM2 goes in parts, since one transfer has a limit.
+# Run this here, before requesting a machine with a GPU. It collects what that machine lacks in .gpu/, which git ignores:
+# the package gguf, and SmolLM2 in parts, since the size of one transfer is limited.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -1,7 +1,7 @@
-"""Cost of keys and values in 8 bits: perplexity, agreement of the most likely token, speed of passes, and memory.
+"""Measure 8-bit keys and values: perplexity, agreement of the most likely token, time of passes, and memory.
 
 A model reads texts of each length with each type, and predicts their second half. Passes run after random keys and
-values; types alternate within each repetition, so that they share the machine's ups and downs.
+values. Types alternate within each repetition, so that changes in the machine's speed affect all of them equally.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ ROWS = (1, 8)
 
 
 def text() -> str:
-    """Return the notes and the sources of this checkout."""
+    """Return the notes and the source code of this checkout as one text."""
     files = [*sorted((ROOT / "docs" / "notes").glob("*.md")), *sorted((ROOT / "src").rglob("*.py"))]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def of_type(target: Decoder, name: Any) -> Decoder:
-    """Set the type of keys and values for the target's next caches."""
+def with_type(target: Decoder, name: Any) -> Decoder:
+    """Set the type of keys and values for new caches of the target. Return the target."""
     target.kv_dtype = kv_dtype(name, target.dtype)
     return target
 
 
 def quality(target: Decoder, types: list[str], tokens: list[int], length: int, most: int) -> dict[str, Any]:
-    """Return perplexity and agreement with the first type, by type, for texts of `length` tokens, `most` in all."""
+    """Return, by type, the perplexity and the agreement with the first type for texts of `length` tokens.
+
+    Read up to `most` tokens in total, but at least one text.
+    """
     pieces = [
         TextWindow(tokens[i : i + length], length // 2) for i in range(0, max(1, most // length) * length, length)
     ]
     scores: dict[str, TokenScores] = {}
     for name in progress(types, f"reading {length} tokens"):
-        scores[name] = score(of_type(target, name), pieces)
+        scores[name] = score(with_type(target, name), pieces)
     first = scores[types[0]]
     return {
         name: {"perplexity": own.perplexity, "same_top1": first.agreement(own), "tokens": len(own.best)}
@@ -52,10 +55,10 @@ def quality(target: Decoder, types: list[str], tokens: list[int], length: int, m
 
 
 def speed(target: Decoder, types: list[str], depth: int, repeats: int) -> dict[str, Any]:
-    """Return by type the times of passes after `depth` tokens by number of rows, and the memory of these tokens."""
+    """Return, by type, the memory of `depth` tokens and the times of passes after them for each number of rows."""
     made, found = {}, {}
     for name in types:
-        of_type(target, name)
+        with_type(target, name)
         found[name] = {"bytes": target.cache_bytes(depth)}
         made |= {(name, count): call for (_, count), call in passes(target, depth, ROWS).items()}
     for (name, count), time in timed(made, repeats).items():
@@ -71,7 +74,7 @@ def quality_grid(model: str, results: dict[int, dict[str, Any]]) -> Grid:
             change = f"{100 * (own['perplexity'] / first - 1):+.2f} %"
             numbers = f"{own['perplexity']:.3f}", change, f"{100 * own['same_top1']:.1f} %", f"{own['tokens']:,}"
             lines.append([f"{length:,}", name, *numbers])
-    columns = ["tokens of a text", "type", "perplexity", "change", "same top token", "predicted"]
+    columns = ["text length", "type", "perplexity", "change", "same top token", "tokens predicted"]
     return Grid(f"{model}: quality", columns, lines)
 
 
@@ -81,17 +84,17 @@ def speed_grid(model: str, depth: int, found: dict[str, Any]) -> Grid:
         times = (own[f"{count} rows"] for count in ROWS)
         each = ["{milliseconds:.1f} ({cpu_milliseconds:.1f})".format(**time) for time in times]
         lines.append([name, *each, f"{own['bytes'] / 2**20:.1f}"])
-    title = f"{model}: ms of a pass after {depth:,} tokens (CPU time of all threads)"
+    title = f"{model}: time of a pass after {depth:,} tokens, ms (CPU time of all threads)"
     return Grid(title, ["type", *(f"{count} rows" for count in ROWS), "MiB of keys and values"], lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["demo"])
-    parser.add_argument("--types", nargs="+", default=TYPES, help="types to compare with the first of them")
-    parser.add_argument("--lengths", nargs="*", type=int, default=[512, 4000], help="tokens of a text")
-    parser.add_argument("--most", type=int, default=4000, help="tokens to read at each length")
-    parser.add_argument("--depth", type=int, default=6000, help="tokens before the timed passes")
+    parser.add_argument("--types", nargs="+", default=TYPES, help="types to compare; the first is the reference")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[512, 4000], help="lengths of the texts, in tokens")
+    parser.add_argument("--most", type=int, default=4000, help="maximum tokens to read at each length")
+    parser.add_argument("--depth", type=int, default=6000, help="context length of the timed passes")
     parser.add_argument("--repeats", type=int, default=15, help="repetitions of the passes")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

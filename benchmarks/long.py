@@ -1,10 +1,10 @@
-"""Long texts: whole passes of 1 to 16 rows and the speed of reading, after 256 to 30,000 tokens, compared with
-llama.cpp.
+"""Measure passes of 1 to 16 rows and prefill after 256 to 30,000 tokens, compared with llama.cpp.
 
-Every system is a process of its own that keeps one text. At each depth, the systems take turns: each reads on to that
-depth, and then each measures passes over further rows, which are not kept. So a machine that drifts slows all of them
-alike. A pass computes the logits of all its rows, as verification of a draft does. `paceline:int8` stores keys and
-values in 8 bits, where this version has the option; llama.cpp runs with flash attention on and off (`fa`, `plain`).
+Every system runs in its own process and keeps one text. The systems alternate: at each depth, each system reads up to
+that depth, and then each measures passes over additional rows, which it does not keep. Changes in the machine's speed
+therefore affect all systems equally. A pass computes the logits of all its rows, like the verification of a draft.
+`paceline:int8` stores keys and values in 8 bits, if this version has the option. llama.cpp runs with flash attention on
+and off (`fa`, `plain`).
 
     python benchmarks/fetch_models.py
     pip install llama-cpp-python==0.3.36
@@ -32,15 +32,15 @@ from real_models import model_path, peak_megabytes, prompt_ids
 
 SYSTEMS = ("paceline", "paceline:int8", "llama.cpp:fa", "llama.cpp:plain")
 ROOM = 64
-"""Positions after the longest text, for rows that are measured."""
+"""Positions after the longest text, for the measured rows."""
 
 Score = Callable[[Sequence[int]], object]
-"""Computes the logits of rows after the text, without keeping the rows."""
+"""Function that computes the logits of rows after the text without keeping the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One system at one depth, in one turn: seconds of reading since the last depth, or milliseconds by rows."""
+    """A measurement of a system at a depth: seconds to read from the previous depth, or pass milliseconds by rows."""
 
     system: str
     depth: int
@@ -93,19 +93,19 @@ def open_llama_cpp(path: str, attention: str, positions: int) -> tuple[Callable[
 
 
 def serve_commands(system: str, path: str, positions: int) -> None:
-    """Answer lines on stdin, in a process of its own: {"read": ids}, or {"rows": [ids, ...]} to time passes."""
+    """Answer commands on stdin: {"read": ids} to read tokens, or {"rows": [ids, ...]} to time passes."""
     name, _, variant = system.partition(":")
     read, score = {"paceline": open_paceline, "llama.cpp": open_llama_cpp}[name](path, variant, positions)
     print(json.dumps({"ready": system}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        command = json.loads(line)
         began = time.perf_counter()
-        if "read" in asked:
-            read(asked["read"])
-            said: Any = {"seconds": time.perf_counter() - began, "peak_mb": peak_megabytes()}
+        if "read" in command:
+            read(command["read"])
+            answer: Any = {"seconds": time.perf_counter() - began, "peak_mb": peak_megabytes()}
         else:
-            said = [_timed(score, tokens) for tokens in asked["rows"]]
-        print(json.dumps(said), flush=True)
+            answer = [_timed(score, tokens) for tokens in command["rows"]]
+        print(json.dumps(answer), flush=True)
 
 
 def _timed(score: Score, tokens: Sequence[int]) -> float:
@@ -155,7 +155,7 @@ def opened(names: Sequence[str], path: str, positions: int) -> Iterator[list[Sys
 
 
 def measure(systems: Sequence[System], args: argparse.Namespace, ids: Sequence[int]) -> Iterator[Measured]:
-    """Let all systems read to each depth, and measure their passes there in turns."""
+    """Let all systems read up to each depth, and measure their passes there in turn."""
     dice, done = random.Random(0), 0
     for turn, depth in enumerate(progress(args.depths, "depths")):
         order = [*systems[turn % len(systems) :], *systems[: turn % len(systems)]]
@@ -176,7 +176,7 @@ class Results:
         self._found, self._systems, self._depths, self._rows = found, args.systems, args.depths, args.rows
 
     def passes(self, system: str, depth: int, rows: int) -> list[float]:
-        """Milliseconds of all passes. The first one warms up."""
+        """Return the milliseconds of all passes except the first, which is a warm-up."""
         own = [m.passes[str(rows)][0] for m in self._found if (m.system, m.depth) == (system, depth) and m.passes]
         return own[1:] or own
 
@@ -192,10 +192,10 @@ class Results:
             for depth in self._depths
             for system in self._systems
         ]
-        return Grid("Whole passes, ms (median)", ["system", "after tokens", *(f"{n} rows" for n in self._rows)], rows)
+        return Grid("Time of a pass, ms (median)", ["system", "context", *(f"{n} rows" for n in self._rows)], rows)
 
     def _ratio_grid(self) -> Grid:
-        """Medians of the ratios of passes that were measured one after the other."""
+        """Return medians of ratios. A ratio compares two passes that were measured directly after each other."""
         first, rows = self._systems[0], []
         for depth in self._depths:
             for other in self._systems[1:]:
@@ -203,8 +203,8 @@ class Results:
                     zip(self.passes(other, depth, n), self.passes(first, depth, n), strict=True) for n in self._rows
                 )
                 rows.append([other, str(depth), *(f"{median([a / b for a, b in pair]):.2f}" for pair in pairs)])
-        columns = ["system", "after tokens", *(f"{n} rows" for n in self._rows)]
-        return Grid(f"Time over that of {first} (median of ratios)", columns, rows)
+        columns = ["system", "context", *(f"{n} rows" for n in self._rows)]
+        return Grid(f"Time relative to {first} (median of ratios)", columns, rows)
 
     def _reading_grid(self) -> Grid:
         rows = []
@@ -214,7 +214,7 @@ class Results:
                 seconds += one.seconds
                 rows.append([system, str(one.depth), f"{one.depth / seconds:.0f}", f"{one.peak_mb:.0f}"])
         rows.sort(key=lambda row: int(row[1]))
-        return Grid("Reading a prompt", ["system", "prompt tokens", "tok/s", "peak memory MB"], rows)
+        return Grid("Prefill", ["system", "prompt tokens", "tok/s", "peak memory MB"], rows)
 
 
 def main() -> None:
@@ -237,11 +237,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1.5b", help="demo, 1.5b, 0.5b, a GGUF file or a folder (1.5b)")
     parser.add_argument(
-        "--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS, help="the first is compared to others"
+        "--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS, help="systems to compare; the first is the reference"
     )
     parser.add_argument("--depths", type=int, nargs="+", default=[256, 2000, 6000, 16000, 30000])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16], help="rows of a pass (1 4 8 16)")
-    parser.add_argument("--passes", type=int, default=15, help="passes of each system, depth and number of rows (15)")
+    parser.add_argument("--passes", type=int, default=15, help="passes per system, depth and number of rows (15)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()

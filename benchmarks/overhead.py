@@ -1,8 +1,8 @@
-"""Overhead of a round above its forward passes, on a target so small that little else is left.
+"""Measure the overhead of a round outside its forward passes, with a target so small that little else remains.
 
-After every `Engine.step` its passes (same rows, same cache lengths, target and draft model) are repeated bare on a
-second cache, so that both drift together. The difference is drafting, packing, sampling and rule, stop conditions,
-commit, observe and emit. The goal is 0.5 ms.
+After every `Engine.step`, only its forward passes (of target and draft model, with the same rows and cache lengths) are
+repeated on a second cache. Changes in the machine's speed then affect both. The difference is the time of drafting,
+packing, sampling, the acceptance rule, stop conditions, commit, observe and emit. The goal is at most 0.5 ms.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RecordingTarget:
         return self._target.forward(rows, cache, want)
 
     def repeat(self) -> tuple[float, int]:
-        """Repeat the passes since the last call; return (seconds, number of passes)."""
+        """Repeat the passes since the last call. Return (seconds, number of passes)."""
         passes, self._passes, seconds = self._passes, [], 0.0
         for rows, want in passes:
             self._reach(rows.lengths[0])
@@ -67,7 +67,7 @@ class RecordingTarget:
         self._second.truncate(0, 0)
 
     def _reach(self, length: int) -> None:
-        """Commit up to `length`; which rows that commits does not change the time of a pass."""
+        """Extend the second cache to `length` tokens. Their values do not affect the time of a pass."""
         missing = length - self._second.lengths[0]
         if missing > 0:
             rows = pack_prefix([0] * missing, 0, length - missing, self._target.device)
@@ -77,8 +77,8 @@ class RecordingTarget:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A drafter, made for each text from the text that the target will write. `draft`: None leaves it to the
-    controller."""
+    """A drafter, created for each text from the text that the target will write. If `draft` is None, the controller
+    chooses the draft size."""
 
     name: str
     draft: DraftBudget | None
@@ -86,7 +86,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return the drafters; the Oracle stands for a good drafter without cost."""
+    """Return the cases. The Oracle simulates a good drafter without cost."""
 
     def oracle(target: RecordingTarget, text: list[int]) -> Drafter:
         return Oracle(text, 0.8, target.vocab_size)
@@ -106,7 +106,7 @@ def cases() -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Milliseconds of one round, and of its passes alone."""
+    """One round: milliseconds of the round (`step`) and of its forward passes (`bare`), tokens, number of passes."""
 
     step: float
     bare: float
@@ -115,7 +115,7 @@ class Round:
 
 
 def measure(target: RecordingTarget, case: Case, sampling: Sampling, prompts: Sequence[list[int]]) -> list[Round]:
-    """Measure all rounds of a text per prompt, after one text that warms up."""
+    """Measure all rounds of one text per prompt, after a warm-up text."""
     rounds: list[Round] = []
     for index, prompt in enumerate([prompts[0], *prompts]):
         known = prompt + run(target, prompt, sampling)[0]
@@ -146,7 +146,7 @@ def _rounds(engine: Engine, target: RecordingTarget, prompt: list[int], sampling
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, float]:
-    """Return medians over rounds; the excess is the median difference with its bootstrap interval."""
+    """Return medians over rounds. The excess is the median difference, with a bootstrap interval."""
     excess = [r.step - r.bare for r in rounds]
     low, high = bootstrap(excess, draws=500)
     return {
@@ -171,19 +171,24 @@ def grid(results: Sequence[dict[str, Any]]) -> Grid:
         ]
         for r in results
     ]
-    columns = ["vocabulary, sampling, drafter", "tokens/round", "passes/round", "round ms", "forwards ms"]
-    return Grid("A round above its raw forwards", [*columns, "excess ms", f"within {ALLOWED_MS} ms"], rows)
+    columns = ["vocabulary, sampling, drafter", "tokens/round", "passes/round", "round ms", "passes ms"]
+    return Grid(
+        "Overhead of a round above its forward passes", [*columns, "excess ms", f"within {ALLOWED_MS} ms"], rows
+    )
 
 
 def make_target(vocab: int, context: int, scale: float) -> Target:
-    """Return two random float32 layers. At `scale` 0.7 the nucleus of T=0.7, top_p=.9 holds some 25 tokens, as the demo
-    model's does; at 0.4 a thousand and more, which takes top-p's slow path."""
+    """Return a target with two random float32 layers.
+
+    At `scale` 0.7, the nucleus of T=0.7, top_p=.9 has about 25 tokens, as with the demo model. At 0.4 it has over 1,000
+    tokens, which takes the slow path of top-p.
+    """
     config = replace(TINY, vocab_size=vocab, context_length=context)
     return Decoder(config, random_tensors(config, scale=scale), torch.float32, torch.device("cpu"))
 
 
 def make_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
-    """Return random prompts that repeat their first half, so that lookups find something."""
+    """Return random prompts that repeat their first half, so that lookup drafters find matches."""
     generator = torch.Generator().manual_seed(1)
     halves = torch.randint(1, vocab, (count, length // 2), generator=generator).tolist()
     return [half + half for half in halves]
@@ -191,12 +196,15 @@ def make_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 49152], help="vocabularies (32000 49152)")
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 49152], help="vocabulary sizes (32000 49152)")
     parser.add_argument("--texts", type=int, default=6, help="texts per case (6)")
-    parser.add_argument("--length", type=int, default=200, help="prompt tokens (200)")
+    parser.add_argument("--length", type=int, default=200, help="tokens per prompt (200)")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens per text (96)")
     parser.add_argument(
-        "--scale", type=float, default=0.7, help="of the random weights: how peaked the logits are (0.7)"
+        "--scale",
+        type=float,
+        default=0.7,
+        help="scale of the random weights, which determines how peaked the logits are (0.7)",
     )
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")

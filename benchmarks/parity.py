@@ -1,9 +1,9 @@
-"""Parity of the demo model's replies to Spec-Bench questions, in two comparisons; exit code 1 if either fails.
+"""Check the demo model's replies to Spec-Bench questions in two comparisons. Exit code 1 if either fails.
 
-a) float32, greedy: Paceline without drafting against transformers' generate, each with its own GGUF reader, on the
-   same token ids (prompts that transformers would tokenise otherwise are listed), ending at the same. Texts may part
-   only where transformers all but ties: our token within `LIMIT` of its choice. Every divergence is listed.
-b) bfloat16, greedy and seeded: every drafter against drafter=None, token id by token id. Nothing is excused.
+a) float32, greedy: compare Paceline without drafting with transformers' `generate`. Each has its own GGUF reader. Both
+   get the same token ids and end tokens. Prompts that transformers would tokenise differently are listed. Replies may
+   diverge only at a near tie in transformers, if our token is within `LIMIT` of its choice. Every divergence is listed.
+b) bfloat16, greedy and seeded: compare every drafter with drafter=None, token id by token id. No difference is excused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT = 1e-3
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Return the first position where two sequences differ, the shorter's end included, None if they are equal."""
+    """Return the first position where two sequences differ, such as the end of the shorter one, or None."""
     for position, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return position
@@ -39,10 +39,16 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First difference from the reference. `ours`, `theirs`: the tokens there, None past the end of a text.
+    """First difference of a reply from the reference.
 
-    `margin`: the reference's best logit there less its second best. `gap`: its logit of `theirs` less that of `ours`.
-    `excused`: a near tie that rounding may decide either way.
+    Attributes:
+        prompt: Id of the prompt.
+        position: Position of the difference in the reply.
+        ours: Token of our reply, or None after its end.
+        theirs: Token of the reference, or None after its end.
+        margin: Difference between the reference's two best logits at this position.
+        gap: Difference between the reference's logits of `theirs` and `ours`.
+        excused: True for a near tie that rounding may decide either way.
     """
 
     prompt: int | str
@@ -57,10 +63,11 @@ class Divergence:
 def classify(
     prompt: int | str, ours: Sequence[int], theirs: Sequence[int], logits: Sequence[Tensor], limit: float
 ) -> Divergence | None:
-    """Return the first divergence of `ours` from `theirs`, or None. `logits[i]` [V] chose `theirs[i]`.
+    """Return the first divergence of `ours` from `theirs`, or None.
 
-    It is excused only if our token's logit is within `limit` of the reference's choice: a small top-2 margin alone
-    would also excuse any third token. A text that ends early or late is never excused.
+    The reference chose `theirs[i]` from `logits[i]` [V]. A divergence is excused only if our token's logit is within
+    `limit` of the reference's choice. Checking only the top-2 margin would also excuse any third token. A text that
+    ends early or late is never excused.
     """
     at = first_difference(ours, theirs)
     if at is None:
@@ -78,7 +85,7 @@ def classify(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A drafter and its draft budget. `costly`: drafts with the target itself and gets fewer prompts."""
+    """A drafter and its draft budget. A `costly` drafter uses the target as its draft model and gets fewer prompts."""
 
     name: str
     drafter: str
@@ -106,18 +113,18 @@ def samplings(tokens: int) -> dict[str, Sampling]:
 
 
 def against_transformers(prompts: Sequence[Question], tokens: int) -> dict[str, Any]:
-    """Run part a. `divergences` include the excused ones, `failures` do not."""
+    """Run comparison a. In the result, `divergences` include excused ones, and `failures` do not."""
     llm = paceline.load("demo", dtype="float32", device="cpu", drafter=None)
     if llm.model.path.suffix != ".gguf":
-        fail(f"{llm.model.path} is not a GGUF file, and transformers is given the same file to read")
+        fail(f"{llm.model.path} is not a GGUF file, but transformers must read the same file")
     peer = Transformers(llm.model.path, torch.float32)
     eos = set(llm.model.eos)
     known = peer.model.generation_config.eos_token_id
-    # A GGUF names one EOS id; transformers is told of the other end tokens that Paceline knows.
+    # A GGUF file has one EOS id, so transformers also gets the other end tokens that Paceline knows.
     failures = [] if set(known if isinstance(known, list) else [known]) <= eos else [f"EOS ids: {eos}, theirs {known}"]
     divergences: list[Divergence] = []
     other_ids, compared = [], 0
-    for prompt in progress(prompts, "float32 against transformers"):
+    for prompt in progress(prompts, "float32, transformers"):
         ids = llm.encode(prompt.text)
         # transformers' GGUF reader omits SmolLM2's splitting of digits (tests/text/test_tokenizer.py adds it and finds
         # no difference), so both get the ids of the model's tokenizer, and prompts where it matters are listed.
@@ -149,8 +156,8 @@ def describe(d: Divergence) -> str:
     return f"prompt {d.prompt}, position {d.position}: ours {d.ours}, theirs {d.theirs}, {numbers}{gap}: {verdict}"
 
 
-def with_and_without(prompts: Sequence[Question], tokens: int, costly: int) -> list[dict[str, Any]]:
-    """Run part b; return one entry per drafter and sampling."""
+def against_plain(prompts: Sequence[Question], tokens: int, costly: int) -> list[dict[str, Any]]:
+    """Run comparison b. Return one entry per drafter and sampling."""
     plain = paceline.load("demo", dtype="bfloat16", device="cpu", drafter=None)
     results = []
     for name, sampling in samplings(tokens).items():
@@ -165,7 +172,7 @@ def with_and_without(prompts: Sequence[Question], tokens: int, costly: int) -> l
 
 
 def _drafting(loaded: Loaded, config: Config) -> LLM:
-    """The same weights with a drafter; a draft model is the target itself with a second cache."""
+    """Return the same weights with a drafter. A draft model is the target itself with a second cache."""
     return LLM(loaded, make_drafter(config.drafter, loaded, lambda reference: loaded), config.draft)
 
 
@@ -182,8 +189,8 @@ def _compare(
     reference: Sequence[Completion],
 ) -> dict[str, Any]:
     pairs = list(zip(prompts, texts, reference, strict=False))
-    parted = [(p.id, first_difference(a.token_ids, b.token_ids)) for p, a, b in pairs]
-    differ = [{"prompt": prompt, "position": at} for prompt, at in parted if at is not None]
+    differences = [(p.id, first_difference(a.token_ids, b.token_ids)) for p, a, b in pairs]
+    differ = [{"prompt": prompt, "position": at} for prompt, at in differences if at is not None]
     rounds, drafted = sum(t.stats.rounds for t in texts), sum(t.stats.drafted for t in texts)
     tokens = sum(len(t.token_ids) for t in texts)
     return {
@@ -203,8 +210,8 @@ def grid_a(result: dict[str, Any]) -> Grid:
     found = result["divergences"]
     excused = sum(d["excused"] for d in found)
     row = [result["prompts"], result["tokens_compared"], len(found), excused, len(result["failures"])]
-    columns = ["prompts", "tokens compared", "divergences", "of them excused", "failures"]
-    return Grid("a) float32 greedy against transformers", columns, [[str(x) for x in row]])
+    columns = ["prompts", "tokens compared", "divergences", "excused", "failures"]
+    return Grid("a) float32, greedy, compared with transformers", columns, [[str(x) for x in row]])
 
 
 def grid_b(results: Sequence[dict[str, Any]]) -> Grid:
@@ -221,15 +228,19 @@ def grid_b(results: Sequence[dict[str, Any]]) -> Grid:
         for r in results
     ]
     columns = ["drafter", "sampling", "identical texts", "tokens", "tokens/round", "acceptance", "guarantee"]
-    return Grid("b) bfloat16 with a drafter against without", columns, rows)
+    return Grid("b) bfloat16, drafters compared with plain decoding", columns, rows)
 
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=40, help="questions, evenly over the categories (40)")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens each, at most (96)")
-    parser.add_argument("--costly-prompts", type=int, default=6, help="of them for the model as its own drafter (6)")
-    parser.add_argument("--only", choices=["a", "b"], help="one comparison alone")
+    parser.add_argument(
+        "--prompts", type=int, default=40, help="number of questions, spread evenly over the categories (40)"
+    )
+    parser.add_argument("--tokens", type=int, default=96, help="maximum new tokens per reply (96)")
+    parser.add_argument(
+        "--costly-prompts", type=int, default=6, help="number of questions for drafters that use the model itself (6)"
+    )
+    parser.add_argument("--only", choices=["a", "b"], help="run only this comparison")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args(arguments)
@@ -248,7 +259,7 @@ def main(arguments: Sequence[str]) -> int:
         lines += [f for f in part["failures"] if "NOT EXCUSED" not in f]
         right = not part["failures"]
     if args.only != "a":
-        parts = result["bfloat16"] = with_and_without(prompts, args.tokens, args.costly_prompts)
+        parts = result["bfloat16"] = against_plain(prompts, args.tokens, args.costly_prompts)
         grids.append(grid_b(parts))
         lines += [f"{p['drafter']}, {p['sampling']}: differs at {p['differences']}" for p in parts if p["differences"]]
         right = right and not any(p["differences"] for p in parts)

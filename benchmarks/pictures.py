@@ -1,10 +1,10 @@
-"""Time and memory of encoding a picture, with random weights of known shapes, compared with transformers.
+"""Measure the time and memory of encoding a picture, with random weights of real shapes, compared with transformers.
 
-"paceline" is what a prompt costs for a picture that it has not seen before. "transformers" is a call of the image
-processor and of the same tower. Both alternate, with a new picture each time. Memory is the process's peak above what
-it held before the call (Linux only).
+"paceline" is the cost of a new picture in a prompt. "transformers" is a call of the image processor and of the same
+tower. The two alternate, with a new picture each time. Memory is the peak of the process minus its memory before the
+call (Linux only).
 
-The tower runs in each of --dtypes, so that the table tells which one a CPU should use.
+The tower runs with each of --dtypes, to show which dtype is best on a CPU.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from paceline.vision.tower import quiet
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model that sees.
+    """A model with image input.
 
     Attributes:
-        config: Contents of its config.json, as far as the tower needs them.
-        settings: Settings of its image processor.
+        config: The part of config.json that the vision tower needs.
+        settings: Settings of the image processor.
     """
 
     config: dict[str, Any]
@@ -84,17 +84,17 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians of encoding one picture.
+    """Median costs of encoding one picture.
 
     Attributes:
         shape: Name of the model.
-        dtype: Type of the tower.
+        dtype: Dtype of the tower.
         side: Height and width of the picture.
         program: "paceline" or "transformers".
-        rows: Rows of the prompt.
+        rows: Prompt rows of the picture.
         seconds: Wall time.
         cpu_seconds: CPU time of all threads.
-        peak_mib: Peak memory above the memory before the call. None where the system does not tell.
+        peak_mib: Peak memory above the memory before the call. None if the system does not report it.
     """
 
     shape: str
@@ -123,7 +123,7 @@ def tower(shape: Shape, dtype: torch.dtype) -> Vision:
 
 
 def by_transformers(vision: Vision, picture: Picture) -> int:
-    """Call transformers' processor and tower. Return the number of rows."""
+    """Call the image processor of transformers and the tower. Return the number of rows."""
     loaded, image = vision._loaded(), Image.fromarray(picture.pixels)
     nested = [[image]] if vision.name == "smolvlm" else [image]
     inputs = loaded.processor(images=nested, return_tensors="pt")
@@ -135,7 +135,7 @@ def by_transformers(vision: Vision, picture: Picture) -> int:
 
 def measured(call: Callable[[], int]) -> tuple[int, float, float, float | None]:
     """Return the result of a call, its seconds and CPU seconds, and its peak memory in MiB."""
-    trim_memory()  # else the call would use memory that earlier calls have left
+    trim_memory()  # otherwise the call would reuse memory from earlier calls
     before = _memory("VmRSS", reset=True)
     began, used = time.perf_counter(), time.process_time()
     found = call()
@@ -145,7 +145,7 @@ def measured(call: Callable[[], int]) -> tuple[int, float, float, float | None]:
 
 
 def _memory(name: str, reset: bool = False) -> float | None:
-    """Return a line of the process's status in MiB. `reset`: the peak begins again."""
+    """Return a field of the process's status in MiB, or None without /proc. With `reset`, first reset the peak."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -155,7 +155,7 @@ def _memory(name: str, reset: bool = False) -> float | None:
 
 
 def measure(name: str, shape: Shape, dtype: str, sides: Sequence[int], repeats: int) -> list[Cost]:
-    """Measure both programs with square pictures of each size. The first call of each is not counted."""
+    """Measure both programs with square pictures of each size. The first call of each is a warm-up."""
     vision, dice = tower(shape, getattr(torch, dtype)), np.random.default_rng(0)
     programs: dict[str, Callable[[Picture], int]] = {
         "paceline": lambda picture: len(vision.encode(picture).embeddings),
@@ -178,7 +178,7 @@ def measure(name: str, shape: Shape, dtype: str, sides: Sequence[int], repeats: 
 
 
 def grid(costs: Sequence[Cost]) -> Grid:
-    """Return a table with a line per measurement."""
+    """Return a table with one row per measurement."""
     rows = [
         [
             f"{cost.shape}, {cost.dtype}, {cost.side} x {cost.side}, {cost.program}",
@@ -189,7 +189,7 @@ def grid(costs: Sequence[Cost]) -> Grid:
         ]
         for cost in costs
     ]
-    return Grid("Encoding a picture", ["tower", "rows", "seconds", "CPU seconds", "peak MiB above before"], rows)
+    return Grid("Encoding a picture", ["tower", "rows", "seconds", "CPU seconds", "additional peak MiB"], rows)
 
 
 def main() -> None:

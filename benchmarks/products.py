@@ -1,7 +1,8 @@
-"""Time of one matrix product by type of weights and number of rows, relative to one row.
+"""Measure the time of a matrix product by weight type and number of rows, also relative to one row.
 
-The matrix stays in the second-level cache, so figures show arithmetic, not memory. Types are timed in turns, as
-processor time of one thread; figures are minima. Run it with another checkout in PYTHONPATH to compare two versions.
+The matrix stays in the second-level cache, so the figures show arithmetic and not memory access. Weight types
+alternate. Figures are the minimum CPU time of one thread. To compare two versions, run the script with another checkout
+in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def main() -> None:
     source = provenance(outputs=args.outputs, width=args.width, repeats=args.repeats)
     weight = torch.randn(args.outputs, args.width)
     products = {
-        name: NativeLinear(quantize(weight, of) if isinstance(of, int) else weight.to(of), None)
-        for name, of in TYPES.items()
+        name: NativeLinear(quantize(weight, kind) if isinstance(kind, int) else weight.to(kind), None)
+        for name, kind in TYPES.items()
     }
     best = {name: dict.fromkeys(ROWS, float("inf")) for name in products}
     for rows in ROWS:
@@ -39,9 +40,9 @@ def main() -> None:
                 product.precise(x)
                 best[name][rows] = min(best[name][rows], 1e6 * (time.thread_time() - began))
     grid = Grid(
-        f"A product of {args.width} -> {args.outputs}, us",
+        f"Time of a {args.width} -> {args.outputs} product, us (relative to one row)",
         ["weights", *(f"{rows} rows" for rows in ROWS)],
-        [[name, *(f"{us:.1f} ({us / of[1]:.2f})" for us in of.values())] for name, of in best.items()],
+        [[name, *(f"{us:.1f} ({us / times[1]:.2f})" for us in times.values())] for name, times in best.items()],
     )
     report([grid])
     write(args.name, {"provenance": source, "us": best}, [grid], folder=args.out)
@@ -49,9 +50,9 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1536, help="inputs (1536)")
-    parser.add_argument("--outputs", type=int, default=512, help="outputs (512)")
-    parser.add_argument("--repeats", type=int, default=40, help="times each (40)")
+    parser.add_argument("--width", type=int, default=1536, help="number of inputs (1536)")
+    parser.add_argument("--outputs", type=int, default=512, help="number of outputs (512)")
+    parser.add_argument("--repeats", type=int, default=40, help="number of repetitions (40)")
     parser.add_argument("--name", default="products", help="name of the result files (products)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args()

@@ -1,10 +1,10 @@
-"""Write a GGUF file of a real model's shape with random weights, which cost as much time and memory as trained ones.
+"""Write a GGUF file with the shape of a real model and random weights. It takes as much time and memory as the model.
 
-Each tensor has the type that it has in the model's most common file: Q4_K_M, as `llama-quantize` of llama.cpp assigns
-types, and for gpt-oss MXFP4 for the experts and Q8_0 for the rest. Codes are random bytes. Scales give every matrix a
+Tensor types are the same as in the model's most common file: Q4_K_M as llama.cpp's `llama-quantize` assigns types, or
+MXFP4 for the experts of gpt-oss and Q8_0 for the rest. Quantised values are random bytes. Scales give every matrix a
 mean of 0 and a standard deviation of 0.02, so that logits are finite. The tokenizer is a byte-level BPE of the real
-size with made-up merges. The two large mixtures are cut to fewer layers by default, so that two copies fit into 20 GB
-of memory.
+size with made-up merges. By default, the two large mixture-of-experts models have fewer layers, so that two copies fit
+into 20 GB of memory.
 
     python benchmarks/random_gguf.py llama-3.1-8b /tmp/llama-3.1-8b.gguf
     python benchmarks/random_gguf.py gpt-oss-20b /tmp/tiny.gguf --layers 2
@@ -47,13 +47,13 @@ class Model:
 
     Attributes:
         architecture: llama.cpp's name of the architecture.
-        layers: Layers of the file by default.
-        hidden: Elements of the residual stream.
-        vocab: Tokens.
-        fields: Metadata by key without the architecture, in addition to the number of layers and `hidden`.
-        layer: Function from a layer's number and the number of layers to the layer's tensors, without "blk.N.".
+        layers: Default number of layers in the file.
+        hidden: Width of the residual stream.
+        vocab: Number of tokens.
+        fields: Metadata by key without the architecture. The number of layers and `hidden` are added.
+        layer: Function from the index of a layer and the number of layers to the layer's tensors, without "blk.N.".
         fields_of_layers: Function from the number of layers to the metadata that depends on it.
-        top: Function from the number of layers to the tensors outside of layers, except for `output_norm`.
+        top: Function from the number of layers to the tensors outside the layers, except for `output_norm`.
     """
 
     architecture: str
@@ -218,8 +218,10 @@ def _slides(i: int, layers: int) -> bool:
 
 
 def _shared(layers: int) -> int:
-    """Return the number of Gemma 4's upper layers that read the keys and values of lower ones: 18 of 42, always sixes,
-    as llama.cpp expects."""
+    """Return the number of Gemma 4's upper layers that reuse keys and values of lower layers: 18 of 42.
+
+    It is a multiple of 6, as llama.cpp expects.
+    """
     return layers * 3 // 7 // 6 * 6
 
 
@@ -342,15 +344,17 @@ _MXFP4_EXPONENT = 127 + round(math.log2(SPREAD / _rms([0, 0.5, 1, 1.5, 2, 3, 4, 
 
 
 def _blocks(kind: Type, count: int, dice: np.random.Generator) -> Bytes:
-    """Return random blocks, bytes [count, bytes of a block]. Layouts: ggml's `ggml-common.h`."""
+    """Return random blocks, uint8 [count, bytes per block], with the layouts of ggml's `ggml-common.h`."""
     size = GGML_QUANT_SIZES[kind][1]
     words = dice.integers(0, 2**64, -(-count * size // 8), np.uint64)  # seven times as fast as single bytes
     blocks = words.view(np.uint8)[: count * size].reshape(count, size)
-    if kind == Q4_K:  # two halves, 8 scales and 8 floors of 6 bits, codes; each floor is 7.5 times its scale
+    if (
+        kind == Q4_K
+    ):  # two float16 factors, 8 scales and 8 minima of 6 bits, values; each minimum is 7.5 times its scale
         blocks[:, :2], blocks[:, 2:4] = _half(_Q4_K_SCALE), _half(7.5 * _Q4_K_SCALE)
         blocks[:, 8:12] = blocks[:, 4:8]
         blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
-    elif kind == Q6_K:  # codes, 16 signed scales, a half
+    elif kind == Q6_K:  # values, 16 signed scales, a float16 factor
         blocks[:, -2:] = _half(_Q6_K_SCALE)
     elif kind == Q8_0:
         blocks[:, :2] = _half(_Q8_0_SCALE)
@@ -361,7 +365,7 @@ def _blocks(kind: Type, count: int, dice: np.random.Generator) -> Bytes:
 
 
 def _floats(part: Part, dice: np.random.Generator) -> NDArray[np.float32]:
-    """Return the values of a tensor of floats."""
+    """Return the values of a float tensor."""
     if part.name == "rope_freqs.weight" and part.shape == (256,):  # Gemma 4 rotates a quarter of each head
         return np.repeat(np.float32([1, 1e30]), [64, 192])
     if part.name.endswith(("norm.weight", "scale.weight", "freqs.weight")):
@@ -390,8 +394,7 @@ def _pieces(part: Part, dice: np.random.Generator) -> Iterator[bytes]:
 
 
 def _tokenizer(vocab: int) -> dict[str, Any]:
-    """Return the metadata of a tokenizer: all bytes, then all pairs of bytes, then some threes, then two control
-    tokens."""
+    """Return the metadata of a tokenizer with all bytes, all pairs of bytes, some triples, and two control tokens."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [chr(256 + i) for i in range(256 - len(printable))]
     tokens, merges = [*map(chr, printable), *others], []
@@ -413,7 +416,7 @@ def _tokenizer(vocab: int) -> dict[str, Any]:
 
 
 def write(model: Model, path: Path, layers: int) -> None:
-    """Write a file of random weights, piece by piece."""
+    """Write a file with random weights, piece by piece."""
     writer = GGUFWriter(path, model.architecture)
     fields = {"block_count": layers, "embedding_length": model.hidden, **model.fields, **model.fields_of_layers(layers)}
     own = {f"{model.architecture}.{key}": value for key, value in fields.items()}
@@ -441,8 +444,8 @@ def write(model: Model, path: Path, layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("path", type=Path, help="the file to write")
-    parser.add_argument("--layers", type=int, help="write only this many layers")
+    parser.add_argument("path", type=Path, help="file to write")
+    parser.add_argument("--layers", type=int, help="number of layers to write")
     args = parser.parse_args()
     model = MODELS[args.model]
     layers = args.layers or model.layers

@@ -1,10 +1,11 @@
-"""Tensor parallelism: a pass of 2, 4 and 8 ranks, predicted from measured parts, and one of 1 and 2 ranks measured.
+"""Predict a tensor-parallel pass with 2, 4 and 8 ranks from measured parts, and measure it with 1 and 2 ranks.
 
-The parts: the compute of one rank's share of a layer and of the head, as processor time of this thread with the sums
-left out; and an exchange of as many bytes between two processes of this machine, over gloo and through shared memory
-(wall time, the least and the median of many, since other programs have the cores too). A pass of n ranks is its share
-of compute plus two exchanges a layer, each of the latency and of n - 1 times the bytes. Sizes are those of Llama 3.2
-1B, with random weights of 4 bits and one thread.
+One measured part is the CPU time of one rank's share of a layer and of the head, without sums over ranks. The other is
+an exchange of the same number of bytes between two processes on this machine, over gloo and through shared memory. Its
+figures are the minimum and the median wall time of many exchanges, since other programs may use the cores too. The
+prediction for n ranks adds two exchanges per layer to a rank's share of the computation. Each exchange takes the
+latency and the transfer time of n - 1 times the bytes. The model has the sizes of Llama 3.2 1B, with random 4-bit
+weights. Every rank has one thread.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from paceline.verify.tree import pack, pack_prefix
 
 SIZES = ModelConfig("llama", 16032, 2048, 2, 32, 8, 64, 8192, 8192, tied=False)
 LAYERS, VOCABULARY, PREFIX = 16, 128256, 256
-"""Those of the whole model, of which two layers and an eighth of the head are measured; tokens before the rows."""
+"""Layers and vocabulary of the whole model, and context length. Two layers and an eighth of the head are measured."""
 CPU = torch.device("cpu")
 
 
-class Alone(Ranks):
-    """One of `count` ranks, the others of which are not there: sums are left out."""
+class SingleRank(Ranks):
+    """One of `count` ranks, without the other ranks. It skips sums over ranks."""
 
     def __init__(self, count: int) -> None:
         self.rank, self.count, self.exchange = 0, count, None
@@ -65,14 +66,16 @@ def tensors_of(config: ModelConfig) -> Quantised:
 
 
 def make(count: int, tensors: Quantised, mirror: Mirror | None = None) -> Decoder:
-    """One rank's part of the model."""
+    """Return one rank's part of the model."""
     if count == 1:
         return Decoder(SIZES, tensors, torch.bfloat16, CPU)
-    return DividedDecoder(SIZES, tensors, torch.bfloat16, CPU, lambda done, total: None, mirror or Mirror(Alone(count)))
+    return DividedDecoder(
+        SIZES, tensors, torch.bfloat16, CPU, lambda done, total: None, mirror or Mirror(SingleRank(count))
+    )
 
 
 def passes(target: Decoder, rows: int) -> Callable[[Want], object]:
-    """A verify pass of so many rows after a text; nothing is committed, so it can be repeated."""
+    """Return a function that runs a pass of `rows` rows after a text. It commits nothing, so it can be repeated."""
     cache = target.new_cache()
     slot = cache.acquire(PREFIX)
     fed = pack_prefix([*range(PREFIX)], slot, 0, CPU)
@@ -83,7 +86,7 @@ def passes(target: Decoder, rows: int) -> Callable[[Want], object]:
 
 
 def compute(counts: Sequence[int], rows: int, rounds: int) -> dict[int, dict[str, float]]:
-    """Milliseconds of this thread for one layer and for the whole head, by number of ranks; cases take turns."""
+    """Return CPU milliseconds of one layer and of the whole head, by number of ranks. The cases alternate."""
     tensors = tensors_of(SIZES)
     runs = {count: passes(make(count, tensors), rows) for count in counts}
     wants = {"two": Want("none"), "one": Want("none", layers=1), "all": Want()}
@@ -94,18 +97,18 @@ def compute(counts: Sequence[int], rows: int, rounds: int) -> dict[int, dict[str
                 began = time.thread_time()
                 run(want)
                 times.setdefault((count, name), []).append(time.thread_time() - began)
-    best = {key: 1e3 * median(values) for key, values in times.items()}
+    medians = {key: 1e3 * median(values) for key, values in times.items()}
     return {
         count: {
-            "layer": best[count, "two"] - best[count, "one"],
-            "head": (best[count, "all"] - best[count, "two"]) * VOCABULARY / SIZES.vocab_size,
+            "layer": medians[count, "two"] - medians[count, "one"],
+            "head": (medians[count, "all"] - medians[count, "two"]) * VOCABULARY / SIZES.vocab_size,
         }
         for count in counts
     }
 
 
 def exchanges(ranks: Ranks, sizes: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
-    """Milliseconds of a sum over two ranks, by number of float32 numbers."""
+    """Return milliseconds of a sum over two ranks, by number of float32 values."""
     found = {}
     for size in sizes:
         x, times = torch.ones(size), []
@@ -113,12 +116,12 @@ def exchanges(ranks: Ranks, sizes: Sequence[int], rounds: int) -> dict[int, dict
             began = time.perf_counter()
             ranks.sum(x)
             times.append(1e3 * (time.perf_counter() - began))
-        found[size] = {"least": min(times), "median": median(times)}
+        found[size] = {"minimum": min(times), "median": median(times)}
     return found
 
 
-def wholes(mirror: Mirror, rows: int, rounds: int) -> dict[int, dict[str, float]]:
-    """Milliseconds of wall time of a pass of 1 and of 2 ranks through the two layers and the eighth of a head."""
+def measure_passes(mirror: Mirror, rows: int, rounds: int) -> dict[int, dict[str, float]]:
+    """Return wall milliseconds of a pass through two layers and an eighth of the head, with 1 and with 2 ranks."""
     tensors = tensors_of(SIZES)
     divided = make(2, tensors, mirror)
     mirror.follow()
@@ -129,18 +132,18 @@ def wholes(mirror: Mirror, rows: int, rounds: int) -> dict[int, dict[str, float]
             began = time.perf_counter()
             run(Want())
             times[count].append(1e3 * (time.perf_counter() - began))
-    return {count: {"least": min(values), "median": median(values)} for count, values in times.items()}
+    return {count: {"minimum": min(values), "median": median(values)} for count, values in times.items()}
 
 
 def predicted(part: dict[str, float], count: int, latency: float, per_byte: float, rows: int) -> float:
-    """Milliseconds of a pass of the whole model."""
+    """Return the predicted milliseconds of a pass through the whole model."""
     exchange = 0.0 if count == 1 else latency + per_byte * (count - 1) * rows * SIZES.hidden * 4
     logits = 0.0 if count == 1 else latency + per_byte * (count - 1) / count * rows * VOCABULARY * 4
     return LAYERS * (part["layer"] + 2 * exchange) + part["head"] + exchange + logits
 
 
-def other(port: int) -> dict[str, str]:
-    """Environment of a rank; torchrun sets the same."""
+def rank_environment(port: int) -> dict[str, str]:
+    """Return the environment variables of a rank, as torchrun sets them."""
     return {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
@@ -156,7 +159,7 @@ def main() -> None:
     parts = compute((1, 2, 4, 8), rows, options.rounds)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        os.environ |= other(probe.getsockname()[1])
+        os.environ |= rank_environment(probe.getsockname()[1])
     follower = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {"RANK": "1"})
     os.environ["RANK"] = "0"
     try:
@@ -166,15 +169,15 @@ def main() -> None:
 
 
 def measure(rows: int, rounds: int, sizes: Sequence[int], parts: dict[int, dict[str, float]]) -> None:
-    """Measure what takes two ranks; rank 0 predicts and writes."""
+    """Measure exchanges and passes of two ranks. Rank 0 also predicts and writes the result."""
     ranks = Ranks()
     found = {"gloo": exchanges(ranks, sizes, 10 * rounds)}
     ranks.share_memory()
     found["memory"] = exchanges(ranks, sizes, 10 * rounds)
     mirror = Mirror(ranks)
-    measured = wholes(mirror, rows, rounds)
+    measured = measure_passes(mirror, rows, rounds)
     mirror.end()
-    kinds = ("least", "median")
+    kinds = ("minimum", "median")
     lines = []
     result: dict[str, Any] = {"provenance": provenance(rows=rows), "parts": parts, "exchanges": found}
     result |= {"measured": measured, "predicted": {}}
@@ -188,14 +191,14 @@ def measure(rows: int, rounds: int, sizes: Sequence[int], parts: dict[int, dict[
         lines[-1] += [f"{times[count]:.0f} ({times[1] / times[count]:.2f}x)" for count in parts]
     compute_rows = [[str(n), f"{part['layer']:.2f}", f"{part['head']:.1f}"] for n, part in parts.items()]
     grids = [
-        Grid("One rank's compute, ms of its thread", ["ranks", "a layer", "the head"], compute_rows),
+        Grid("Computation of one rank, CPU ms", ["ranks", "layer", "head"], compute_rows),
         Grid(
             f"Predicted pass of {rows} rows through {LAYERS} layers, ms",
             ["exchange", "latency, us", "GB/s", *(f"{n} ranks" if n > 1 else "1 rank" for n in parts)],
             lines,
         ),
         Grid(
-            "Measured pass through 2 layers and an eighth of the head, wall ms",
+            "Measured pass through 2 layers and an eighth of the head, ms of wall time",
             ["", "1 rank", "2 ranks"],
             [[kind, *(f"{one[kind]:.1f}" for one in measured.values())] for kind in kinds],
         ),

@@ -1,11 +1,11 @@
-"""Real models of 0.1 to 1.5 billion parameters beside llama.cpp: load, prefill, decode, memory, with default options.
+"""Compare models of 0.1 to 1.5 billion parameters with llama.cpp: load time, prefill, decoding and memory.
 
-Every run is a process of its own, and the systems take turns, so that a drifting machine slows all of them alike. A run
-loads the model from a warm page cache, writes a reply to a short prompt (decode: tokens per second after the first) and
-reads long prompts (prefill: prompt tokens over the time to the first token). Memory is the process's peak resident set
-after loading and at the end. Both systems get the same token ids. `paceline` runs as a user starts it, but without a
-drafter; an instruction set after a colon forces it, as in `paceline:avx2`. Of llama.cpp, `llama.cpp:avx2` is the build
-whose libraries lie in the folder LLAMA_CPP_AVX2.
+Every run is a separate process, and the systems alternate, so that changes in the machine's speed affect all of them
+equally. A run loads the model from a warm page cache, writes a reply to a short prompt (decode: tokens per second after
+the first token) and reads long prompts (prefill: prompt tokens divided by the time to first token). Memory is the peak
+resident set of the process after loading and at the end. Both systems get the same token ids. `paceline` runs with
+default options, but without a drafter. A suffix selects an instruction set: `paceline:avx2` forces it in Paceline, and
+`llama.cpp:avx2` uses the llama.cpp build whose libraries are in the folder LLAMA_CPP_AVX2.
 
     python benchmarks/fetch_models.py
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON" pip install llama-cpp-python==0.3.36
@@ -38,7 +38,7 @@ FIGURES = (
 )
 
 Writer = Callable[[list[int], int], Iterator[int]]
-"""From prompt ids and a number of new tokens to the reply's token ids, as they are written."""
+"""Function from prompt ids and a number of new tokens to an iterator over the reply's token ids."""
 
 
 def start_paceline(path: str, positions: int) -> tuple[float, Writer]:
@@ -74,7 +74,7 @@ def start_llama_cpp(path: str, positions: int) -> tuple[float, Writer]:
 
 
 def run(system: str, path: str, prompts: Sequence[list[int]], tokens: int) -> dict[str, Any]:
-    """Measure one system in this process. `prompts`: a short one to reply to, then long ones to read."""
+    """Measure one system in this process. The first prompt is short and gets a reply, and the others are only read."""
     start = start_llama_cpp if system == "llama.cpp" else start_paceline
     load, write_tokens = start(path, max(map(len, prompts)) + tokens + 16)
     loaded = peak_megabytes()
@@ -95,7 +95,7 @@ def run(system: str, path: str, prompts: Sequence[list[int]], tokens: int) -> di
 
 
 def peak_megabytes() -> float:
-    """Peak resident set of this process, in units of 10^6 bytes."""
+    """Return the peak resident set of this process in MB (10^6 bytes)."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
 
@@ -128,7 +128,7 @@ def _in_turn(system: str, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(model: str, systems: Sequence[str], runs: dict[str, list[dict[str, Any]]]) -> Grid:
-    """Medians over runs."""
+    """Return a table of medians over runs."""
     rows = []
     for system in systems:
         cells = []
@@ -169,11 +169,19 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["1.5b", "demo"], help="demo, 1.5b, 0.5b, GGUF files or folders")
-    parser.add_argument("--systems", nargs="+", default=["paceline", "llama.cpp"], help="PROGRAM or PROGRAM:SET")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[1600, 3700], help="lengths to read (1600 3700)")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens to time (96)")
+    parser.add_argument(
+        "--systems", nargs="+", default=["paceline", "llama.cpp"], help="PROGRAM or PROGRAM:INSTRUCTION_SET"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[1600, 3700],
+        help="lengths of the long prompts, in tokens (1600 3700)",
+    )
+    parser.add_argument("--tokens", type=int, default=96, help="new tokens per reply (96)")
     parser.add_argument("--repeats", type=int, default=3, help="processes per system (3)")
-    parser.add_argument("--name", default="real-models", help="of the result files")
+    parser.add_argument("--name", default="real-models", help="name of the result files (real-models)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,9 +1,9 @@
-"""How near are the predictions of `paceline replay` to what `paceline bench` measures, here and on other prompts?
+"""Compare the predictions of `paceline replay` with measurements, on the recorded prompts and on other prompts.
 
 Replies to the first half of the prompts are recorded without drafts, and drafters are replayed over them. Then plain
-decoding and each drafter answer both halves in turns. Compared are the speeds over plain decoding's, all replies of a
-half together, and the tokens per round, which must be equal on the recorded half where a drafter has a draft size: exit
-code 1 otherwise, or if a speed on the other half is off by more than 10 %.
+decoding and each drafter answer both halves in turn. The script compares tokens per round, and the speed relative to
+plain decoding over all replies of a half. On the recorded half, the tokens per round must be equal for drafters with a
+fixed draft size. Exit code 1 if they differ, or if a predicted speed is off by more than 10 % on the other half.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 
 if "--cpu-time" in sys.argv:
-    # Before anything takes the clock: on a shared machine the time of one thread says more than that of the wall.
+    # Replace the clock before other modules import it. On a shared machine, CPU time is more reliable than wall time.
     time.perf_counter = time.process_time
 
 import argparse
@@ -51,7 +51,7 @@ def predictions(llm: LLM, texts: Sequence[str], comparison: Comparison) -> list[
 def compared(
     prediction: CandidatePrediction, name: str, base: str, halves: Sequence[Sequence[Sample]]
 ) -> dict[str, Any]:
-    """Return a drafter's row: predicted, then measured on each half."""
+    """Return a drafter's predicted figures and its measured figures on each half."""
     row = prediction.as_dict()
     found: dict[str, Any] = {"drafter": name, "predicted": row, "measured": []}
     for half in halves:
@@ -66,27 +66,28 @@ def compared(
 def grid(rows: Sequence[dict[str, Any]]) -> Grid:
     lines = []
     for row in rows:
-        said, (same, other) = row["predicted"], row["measured"]
-        cells = [f"{x['tokens_per_round']:.3f}" for x in (said, same, other)]
+        predicted, (same, other) = row["predicted"], row["measured"]
+        cells = [f"{x['tokens_per_round']:.3f}" for x in (predicted, same, other)]
         cells += [
-            f"{r['value']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" for r in (x["ratio"] for x in (said, same, other))
+            f"{r['value']:.2f} [{r['low']:.2f}, {r['high']:.2f}]"
+            for r in (x["ratio"] for x in (predicted, same, other))
         ]
         lines.append([row["drafter"], *cells, f"{100 * same['off']:+.1f} %", f"{100 * other['off']:+.1f} %"])
     tokens = [f"tokens/round, {what}" for what in ("replayed", "measured", "other prompts")]
     speeds = [f"x plain, {what} [95 %]" for what in ("predicted", "measured", "other prompts")]
-    return Grid("Predicted and measured", ["drafter", *tokens, *speeds, "off", "off, other prompts"], lines)
+    return Grid("Predicted and measured", ["drafter", *tokens, *speeds, "error", "error, other prompts"], lines)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafters", nargs="*", default=["suffix", "suffix@7x7x3", "eagle3@3", "suffix+eagle3@3"])
-    parser.add_argument("--model", default="demo", help="the model that writes (demo)")
-    parser.add_argument("--prompts", type=int, default=13, help="prompts of each half (13)")
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens each, at most (96)")
+    parser.add_argument("--model", default="demo", help="model (demo)")
+    parser.add_argument("--prompts", type=int, default=13, help="prompts per half (13)")
+    parser.add_argument("--tokens", type=int, default=96, help="maximum new tokens per reply (96)")
     parser.add_argument("--temperature", type=float, default=0.0, help="temperature (0)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
-    parser.add_argument("--cpu-time", action="store_true", help="measure the process's time instead of the wall's")
-    parser.add_argument("--name", default="replay", help="name of the result (replay)")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time instead of wall time")
+    parser.add_argument("--name", default="replay", help="name of the result files (replay)")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     questions = pick(load_prompts(), 2 * args.prompts)
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     lines = [
         f"tokens per round on the recorded prompts {'are equal' if exact else 'DIFFER'} where the draft size is fixed",
         f"the worst prediction for other prompts is off by {worst:.1%}",
-        f"replayed in {took:.1f} s what is predicted to take {saved:.1f} s: {saved / took:.0f} times",
+        f"replay took {took:.1f} s; running the drafters would take {saved:.1f} s, {saved / took:.0f} times as long",
     ]
     report([grid(rows)], lines)
     write(args.name, {"provenance": source, "drafters": rows, "remarks": lines}, [grid(rows)], lines)

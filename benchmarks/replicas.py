@@ -1,9 +1,9 @@
-"""Routing of requests to 10 to 1,000 replicas, simulated from parts that are measured here with Ray.
+"""Simulate the routing of requests to 10 to 1,000 replicas, and measure the costs of replicas on Ray.
 
-`--parts FILE` takes the parts of an earlier result. A replica is a processor that its replies share: b replies go
-b / (1 + SHARING (b - 1)) times as fast as one alone. Work is prefill of the tokens that its prefix cache lacks, then
-decoding. Conversations begin at random, with one of a few hundred system prompts (Zipf); their turns follow later.
-Routing is the code of `paceline.integrations.routing` itself.
+`--parts FILE` reuses the measured costs of an earlier result. All replies on a replica share its processor: together, b
+replies are b / (1 + SHARING (b - 1)) times as fast as a single one. A request takes prefill of the tokens that are not
+in the replica's prefix cache, and then decoding. Conversations begin at random times with one of a few hundred system
+prompts (Zipf distribution), and their turns follow later. The simulation calls `paceline.integrations.routing` itself.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from common import RESULTS, Grid, median, provenance, report, write
 from paceline.integrations import routing
 
 PREFILL, DECODE, SHARING = 150.0, 29.1, 0.27
-"""Tokens per second of one reply of the 1.5B model on two cores (results/2026-11-23-real-models.md), and what another
-reply in the same round costs (results/2026-11-22-serve.md: 16 clients write 3 times as much as one)."""
+"""Tokens per second of prefill and of decoding a single reply, for the 1.5B model on two cores
+(results/2026-11-23-real-models.md), and the relative cost of each additional reply in a round
+(results/2026-11-22-serve.md: 16 clients have 3 times the throughput of one)."""
 CACHE, SLOTS = 37_000, 16
-"""Tokens in 1 GiB of prefixes (28 KiB a token), and replies at a time."""
+"""Tokens in 1 GiB of prefix cache (28 KiB per token), and concurrent replies per replica."""
 SYSTEMS, TURNS, QUESTION, ANSWER, THINK = 300, 4, 60, 120, 20.0
 LOAD = 0.6
-"""Share of the capacity that is asked for, with half of all prompt tokens cached."""
+"""Offered load as a share of the capacity, if half of all prompt tokens are cached."""
 _FIRST = routing._first
 Policy = Callable[[routing.Route, Sequence[str], Callable[[int], int]], list[list[int]]]
 
 
 def owner_until_full(route: routing.Route, names: Sequence[str], load: Callable[[int], int]) -> list[list[int]]:
-    """The owner of the shortest beginning while it has a slot, then two at random."""
+    """Prefer the owner of the shortest prefix while it has a free slot, and then one of two random replicas."""
     return [routing._first(route.keys[0], names, 1), routing.ranks(routing.Route(), names, load)[0]]
 
 
@@ -52,7 +53,7 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(eq=False)
 class Replica:
-    """One server. `clock`: seconds of work that each reply has got since the start."""
+    """One replica. `clock` is the seconds of work that each reply has received since the start."""
 
     clock: float = 0.0
     seen: float = 0.0
@@ -68,11 +69,11 @@ class Replica:
     def next_end(self) -> float:
         return self.seen + (self.ends[0][0] - self.clock) * (1 + SHARING * (len(self.ends) - 1))
 
-    def found(self, talk: int, system: int, begins: int, length: int) -> int:
-        """Return the cached tokens of a prompt, and keep its text."""
+    def found(self, talk: int, system: int, system_tokens: int, length: int) -> int:
+        """Return the number of cached tokens of a prompt, and add the prompt to the cache."""
         own = self.cached.pop(talk, (system, 0))[1]
         self.held += length - own
-        shared = max((begins for other, _ in self.cached.values() if other == system), default=0)
+        shared = max((system_tokens for other, _ in self.cached.values() if other == system), default=0)
         self.cached[talk] = system, length
         while self.held > CACHE:
             self.held -= self.cached.popitem(last=False)[1][1]
@@ -80,25 +81,25 @@ class Replica:
 
 
 @dataclass
-class Talk:
-    """A conversation: its system prompt, that one's tokens, its length so far, its turns left."""
+class Conversation:
+    """A conversation: system prompt, tokens in the system prompt, tokens so far, remaining turns, and route."""
 
     system: int
-    begins: int
+    system_tokens: int
     length: int
     left: int
     route: routing.Route
 
 
-def begin(number: int, draw: random.Random, lengths: Sequence[int], weights: Sequence[float]) -> Talk:
+def begin(number: int, draw: random.Random, lengths: Sequence[int], weights: Sequence[float]) -> Conversation:
     (system,) = draw.choices(range(SYSTEMS), weights)
     said = [{"role": "system", "content": f"{system} " * 300}, {"role": "user", "content": str(number)}]
     route = routing.route_of({}, json.dumps({"messages": said}).encode())
-    return Talk(system, lengths[system], lengths[system], 1 + int(draw.expovariate(1 / (TURNS - 1))), route)
+    return Conversation(system, lengths[system], lengths[system], 1 + int(draw.expovariate(1 / (TURNS - 1))), route)
 
 
 class Simulation:
-    """Conversations and replicas, event by event. Each of `fronts` knows the load of its own requests alone."""
+    """Event-driven simulation of conversations and replicas. Each of `fronts` routers knows only its own requests."""
 
     def __init__(self, policy: Policy, count: int, fronts: int, seed: int = 0) -> None:
         self._draw, self._policy = random.Random(seed), policy
@@ -111,13 +112,13 @@ class Simulation:
         self._rate = LOAD * count * (SLOTS / (1 + SHARING * (SLOTS - 1))) / work / TURNS
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = self._talks = 0
-        self._running: list[tuple[Talk, int]] = []
+        self._running: list[tuple[Conversation, int]] = []
         self.firsts: list[float] = []
         self.prompts: list[tuple[int, int]] = []
-        """Tokens of each prompt: found in a prefix cache, and in all."""
+        """Cached tokens and total tokens of each prompt."""
 
     def run(self, requests: int) -> None:
-        """Go on until so many requests have been sent."""
+        """Simulate until this many requests have been sent."""
         self._at(0.0, self._talk)
         while len(self.firsts) < requests:
             now, _, event, arguments = heapq.heappop(self._events)
@@ -132,14 +133,14 @@ class Simulation:
         self._turn(now, begin(self._talks, self._draw, self._lengths, self._weights))
         self._at(now + self._draw.expovariate(self._rate), self._talk)
 
-    def _turn(self, now: float, talk: Talk) -> None:
+    def _turn(self, now: float, talk: Conversation) -> None:
         front = self._draw.randrange(len(self._sent))
         chosen = self._choose(talk.route, self._sent[front])
         replica = self.replicas[chosen]
         replica.advance(now)
         self._sent[front][chosen] += 1
         length = talk.length + QUESTION
-        hit = replica.found(id(talk), talk.system, talk.begins, length + ANSWER)
+        hit = replica.found(id(talk), talk.system, talk.system_tokens, length + ANSWER)
         prefill = (length - hit) / PREFILL
         heapq.heappush(replica.ends, (replica.clock + prefill + ANSWER / DECODE, len(self._running)))
         self._running.append((talk, front))
@@ -153,7 +154,7 @@ class Simulation:
         return min((free or groups[-1:])[0], key=sent.__getitem__)
 
     def _end(self, now: float, chosen: int) -> None:
-        """A reply ends, unless others have joined it since: then look again later."""
+        """End a reply. If other replies have joined and slowed it down, check again later."""
         replica = self.replicas[chosen]
         if not replica.ends:
             return
@@ -172,9 +173,9 @@ class Simulation:
 
 
 def simulate(policy: Policy, count: int, per_replica: int, fronts: int, seed: int = 0) -> dict[str, float]:
-    """Return figures of `per_replica` requests a replica, the first third left out."""
+    """Simulate `per_replica` requests per replica. Return figures without the first third of the requests."""
     simulation, total = Simulation(policy, count, fronts, seed), count * per_replica
-    # The same keys come again and again: their owners are remembered, to simulate thousands of requests in a minute.
+    # Keys repeat often. Caching their owners makes it possible to simulate thousands of requests per minute.
     first = lru_cache(None)(lambda key, few: _FIRST(key, simulation.names, few))
     with patch.object(routing, "_first", lambda key, _, few: first(key, few)):
         simulation.run(total)
@@ -185,12 +186,12 @@ def simulate(policy: Policy, count: int, per_replica: int, fronts: int, seed: in
         "first token s": late[len(late) // 2],
         "p99": late[len(late) * 99 // 100],
         "mean load": sum(loads) / count,
-        "highest": max(loads),
+        "highest load": max(loads),
     }
 
 
 def router_times() -> dict[int, float]:
-    """CPU milliseconds of one choice, by number of replicas."""
+    """Return CPU milliseconds per routing decision, by number of replicas."""
     found = {}
     for count in (10, 100, 1000, 4000):
         names, loads = [f"replica-{i:08x}" for i in range(count)], [1] * count
@@ -206,9 +207,11 @@ def router_times() -> dict[int, float]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[10, 100, 1000], help="(10 100 1000)")
-    parser.add_argument("--requests", type=int, default=30, help="requests a replica (30)")
-    parser.add_argument("--parts", type=Path, help="an earlier result, whose measured parts are taken")
+    parser.add_argument(
+        "--replicas", type=int, nargs="+", default=[10, 100, 1000], help="numbers of replicas (10 100 1000)"
+    )
+    parser.add_argument("--requests", type=int, default=30, help="requests per replica (30)")
+    parser.add_argument("--parts", type=Path, help="earlier result file with measured costs to reuse")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     args = parser.parse_args(arguments)
     times = router_times()
@@ -227,12 +230,14 @@ def main(arguments: Sequence[str]) -> int:
     columns = list(next(iter(figures.values())))
     grids = [
         Grid(
-            "Simulated",
+            "Simulated routing",
             ["routing", *columns],
             [[name, *(f"{x[c]:.2f}" for c in columns)] for name, x in figures.items()],
         ),
-        Grid("Router", ["replicas", "CPU ms a request"], [[str(n), f"{ms:.2f}"] for n, ms in times.items()]),
-        Grid("Measured parts", ["part", "value"], [[name, f"{value:.3g}"] for name, value in parts.items()]),
+        Grid(
+            "Routing decision", ["replicas", "CPU ms per request"], [[str(n), f"{ms:.2f}"] for n, ms in times.items()]
+        ),
+        Grid("Measured costs", ["cost", "value"], [[name, f"{value:.3g}"] for name, value in parts.items()]),
     ]
     report(grids)
     result = {"provenance": provenance(**vars(args)), "parts": parts, "router ms": times, "simulated": figures}

@@ -1,4 +1,4 @@
-"""Cost of replicas on Ray on this machine, for `replicas.py`: processor time of each process."""
+"""Measure the costs of replicas on Ray on this machine, as CPU time by process, for `replicas.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REQUESTS, _TOKENS, _IDLE = 150, 1500, 15.0
 
 
 def seconds() -> dict[str, float]:
-    """Processor seconds so far of the processes of each kind."""
+    """Return the CPU seconds of all processes so far, by kind."""
     found = dict.fromkeys(_KINDS.values(), 0.0)
     for process in psutil.Process().children(recursive=True):
         try:
@@ -39,6 +39,7 @@ def seconds() -> dict[str, float]:
 
 
 def spent(work: Callable[[], Any]) -> dict[str, float]:
+    """Return the CPU seconds that `work` takes, by kind of process."""
     before = seconds()
     work()
     return {kind: after - before[kind] for kind, after in seconds().items()}
@@ -49,14 +50,14 @@ def body(text: str, tokens: int, **more: Any) -> dict[str, Any]:
     return {"messages": said, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, **more}
 
 
-def short(it: Any) -> None:
+def short(replicas: Any) -> None:
     for i in range(_REQUESTS):
-        assert it.post("/v1/chat/completions", body(str(i), 1)).status_code == 200
+        assert replicas.post("/v1/chat/completions", body(str(i), 1)).status_code == 200
 
 
-def long(it: Any) -> int:
-    """Stream one reply; return its events."""
-    answer = it.post("/v1/chat/completions", body("hello", _TOKENS, stream=True, speculation="off"))
+def long(replicas: Any) -> int:
+    """Stream one reply. Return the number of its events."""
+    answer = replicas.post("/v1/chat/completions", body("hello", _TOKENS, stream=True, speculation="off"))
     return int(answer.text.count("data: "))
 
 
@@ -68,7 +69,7 @@ class Idle:
 
 
 def idle(count: int) -> float:
-    """Processor seconds that the controller needs in a second for `count` replicas that do nothing."""
+    """Return the CPU seconds per second that the controller needs for `count` idle replicas."""
     app = serve.deployment(Idle, num_replicas=count, ray_actor_options={"num_cpus": 0.05}).bind()
     serve.run(app, name="idle", route_prefix="/idle")
     time.sleep(5)
@@ -76,36 +77,39 @@ def idle(count: int) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Return the parts by name."""
+    """Return the costs by name."""
     parts: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder, cluster() as (it, _):
+    with tempfile.TemporaryDirectory() as folder, cluster() as (replicas, _):
         model = write_tiny(Path(folder) / "tiny")
-        it.deploy(1, 1, model=str(model))
+        replicas.deploy(1, 1, model=str(model))
         began = time.monotonic()
-        it.deploy(2, 2)
-        parts["s from 1 to 2 replicas"] = time.monotonic() - began
-        short(it)
-        for kind, used in spent(lambda: short(it)).items():
-            parts[f"{kind}: CPU ms a request"] = used / _REQUESTS * 1e3
+        replicas.deploy(2, 2)
+        parts["seconds to scale from 1 to 2 replicas"] = time.monotonic() - began
+        short(replicas)
+        for kind, used in spent(lambda: short(replicas)).items():
+            parts[f"{kind}: CPU ms per request"] = used / _REQUESTS * 1e3
         events: list[int] = []
-        for kind, used in spent(lambda: events.append(long(it))).items():
-            parts[f"{kind}: CPU us an event of a stream"] = used / events[-1] * 1e6
-        parts.update(alone(model))
+        for kind, used in spent(lambda: events.append(long(replicas))).items():
+            parts[f"{kind}: CPU us per stream event"] = used / events[-1] * 1e6
+        parts.update(without_ray(model))
         few, many = idle(2), idle(14)
-        parts["controller: CPU ms a second, for each replica"] = round((many - few) / 12 * 1e3, 2)
-        parts["controller: CPU ms a second, without replicas"] = few * 1e3
+        parts["controller: CPU ms per second and replica"] = round((many - few) / 12 * 1e3, 2)
+        parts["controller: CPU ms per second, without replicas"] = few * 1e3
     return parts
 
 
-def alone(model: Path) -> dict[str, float]:
-    """The same requests to one server without Ray."""
-    with ServerProcess("alone", paceline_serve(f"--model {model} --drafter suffix --quiet")) as server:
-        it = Replicas(f"http://127.0.0.1:{server.port}", {})
-        short(it)
+def without_ray(model: Path) -> dict[str, float]:
+    """Measure the same requests to one server without Ray."""
+    with ServerProcess("paceline serve", paceline_serve(f"--model {model} --drafter suffix --quiet")) as server:
+        replicas = Replicas(f"http://127.0.0.1:{server.port}", {})
+        short(replicas)
         began = server.processor_seconds
-        short(it)
+        short(replicas)
         per_request = (server.processor_seconds - began) / _REQUESTS
         began = server.processor_seconds
-        events = long(it)
+        events = long(replicas)
         per_event = (server.processor_seconds - began) / events
-    return {"server alone: CPU ms a request": per_request * 1e3, "server alone: CPU us an event": per_event * 1e6}
+    return {
+        "without Ray: CPU ms per request": per_request * 1e3,
+        "without Ray: CPU us per stream event": per_event * 1e6,
+    }

@@ -1,9 +1,9 @@
-"""Tokens per round by acceptance rule, temperature, draft shape and drafter.
+"""Measure tokens per round by acceptance rule, temperature, draft shape and drafter.
 
 The target is the demo model; the drafters are the demo model with noise in its weights: each matrix W becomes
-W + noise * std(W) * N(0, 1). They stand for draft models whose greedy choice agrees with the target's as often as the
-table says (counted at temperature 0 with drafts of one token). All cases answer the same Spec-Bench questions. Nothing
-is timed. At temperature 0 all rules equal `match`, so only that is run.
+W + noise * std(W) * N(0, 1). They simulate draft models whose greedy choices agree with the target's choices at the
+rate in the table (measured at temperature 0 with drafts of one token). All cases answer the same Spec-Bench questions.
+The script measures no times. At temperature 0, all rules are equal to `match`, so only `match` runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RULES: tuple[RuleName, ...] = get_args(RuleName)
 
 
 class Noisy(Mapping[str, Tensor]):
-    """A checkpoint's tensors with Gaussian noise of `share` of its own standard deviation in each matrix."""
+    """A checkpoint's tensors with Gaussian noise in each matrix, at `share` times the matrix's standard deviation."""
 
     def __init__(self, tensors: Mapping[str, Tensor], share: float) -> None:
         self._tensors, self._share = tensors, share
@@ -95,7 +95,7 @@ def measure(llm: LLM, case: Case, prompts: Sequence[Question], tokens: int) -> l
 
 
 def agreement(loaded: Loaded, drafter: DraftModel, prompts: Sequence[Question], tokens: int) -> float:
-    """Return how often the drafter's greedy choice is the target's."""
+    """Return the share of drafted tokens where the drafter's greedy choice equals the target's."""
     llm = LLM(loaded, drafter, DraftBudget.chain(1))
     stats: list[Stats] = [llm.generate(p.text, Sampling(max_new_tokens=tokens)).stats for p in prompts]
     return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
@@ -123,7 +123,7 @@ def grid(samples: Sequence[Sample], shape: str, noise: float, agrees: float) -> 
         cells = [[s for s in own if (s.case.rule, s.case.temperature) == (rule, t)] for t in temperatures]
         rows.append([rule, label, *[_cell(cell) for cell in cells]])
     title = f"Tokens per round, {shape}, drafter with {noise} noise: greedy agreement {agrees:.0%}"
-    return Grid(title, ["rule", "keeps", *[f"T={t:g}" for t in temperatures]], rows)
+    return Grid(title, ["rule", "guarantee", *[f"T={t:g}" for t in temperatures]], rows)
 
 
 def _cell(samples: Sequence[Sample]) -> str:
@@ -135,15 +135,21 @@ def _cell(samples: Sequence[Sample]) -> str:
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=13, help="questions, evenly over the 13 categories (13)")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens each, at most (64)")
+    parser.add_argument(
+        "--prompts", type=int, default=13, help="number of questions, spread evenly over the 13 categories (13)"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="maximum new tokens per reply (64)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (2)")
     parser.add_argument(
         "--noise", type=float, nargs="+", default=[0.05, 0.08], help="noise of each drafter (0.05 0.08)"
     )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.5, 0.7, 1.0], help="(0 0.5 0.7 1)")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.5, 0.7, 1.0], help="temperatures (0 0.5 0.7 1)"
+    )
     parser.add_argument("--chain", type=int, default=5, help="draft length of the chain (5)")
-    parser.add_argument("--tree", type=tree_option, default=DraftBudget(16, 5, 4), help="NODES,DEPTH,BRANCH (16,5,4)")
+    parser.add_argument(
+        "--tree", type=tree_option, default=DraftBudget(16, 5, 4), help="tree as NODES,DEPTH,BRANCH (16,5,4)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     return parser.parse_args(arguments)
 

@@ -20,7 +20,7 @@ Text = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One measurement of a system with some number of clients. `server_seconds`: its CPU time."""
+    """One measurement of a system with a number of clients. `server_seconds` is the server's CPU time."""
 
     system: str
     temperature: float
@@ -31,7 +31,7 @@ class Turn:
     server_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every reply's figures, without its text, for JSON."""
+        """Return the figures of every reply for JSON, without texts."""
         about = {"system": self.system, "temperature": self.temperature, "clients": self.clients, "turn": self.number}
         load = self.load
         about |= {"tokens_per_second": load.speed, "wall": load.wall, "window": load.dry - load.full}
@@ -48,26 +48,26 @@ def _row(request: LoadRequest, reply: Reply) -> dict[str, Any]:
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """Return the smallest value that at least `share` of them do not exceed, NaN of nothing."""
+    """Return the smallest value that is >= a share `share` of all values, or NaN if there are no values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def text_of(reply: Reply) -> Text:
-    """Return the parts of a reply to compare."""
+    """Return the parts of a reply that must not depend on load."""
     return reply.text, reply.finish, reply.tokens
 
 
-def summarise(turns: Sequence[Turn], alone: Mapping[tuple[str | int, float], Text]) -> dict[str, Any]:
+def summarise(turns: Sequence[Turn], expected: Mapping[tuple[str | int, float], Text]) -> dict[str, Any]:
     """Summarise one system at one temperature and number of clients.
 
-    `alone`: each question's reply to a single client without speculation, from which no reply may differ; `differ` is
-    None for other programs, whose rounding is different.
+    In the result, `differ` is the number of replies that differ from `expected`, the replies to a single client without
+    speculation. It is None for other programs, because their rounding is different.
     """
     first = turns[0]
     pairs = [(a, r) for t in turns for a, r in zip(t.requests, t.load.replies, strict=True)]
     good = [r for _, r in pairs if not r.error]
-    differ = sum(not r.error and text_of(r) != alone[a.question, a.temperature] for a, r in pairs)
+    differ = sum(not r.error and text_of(r) != expected[a.question, a.temperature] for a, r in pairs)
     rounds = sum(r.speculation.get("rounds", 0) for r in good)
     speeds = [t.load.speed for t in turns]
     return {
@@ -104,7 +104,7 @@ class Table:
         return self._at.get((system, temperature, clients))
 
     def ratio(self, above: tuple[str, float, int], below: tuple[str, float, int]) -> dict[str, float] | None:
-        """Return the ratio of two systems' speeds, None where one was not measured."""
+        """Return the ratio of two systems' speeds, or None if one of them was not measured."""
         a, b = self._at.get(above), self._at.get(below)
         return ratio_interval([x / y for x, y in zip(a["speeds"], b["speeds"], strict=True)]) if a and b else None
 
@@ -135,13 +135,13 @@ class Table:
 
 
 def goals(table: Table, temperatures: Sequence[float], clients: Sequence[int]) -> list[tuple[str, str, bool]]:
-    """Return (goal, figure, whether it holds) for what was measured."""
+    """Return (goal, figure, True if it holds) for each goal with measurements."""
     ours = [s for s in table.rows if s["system"] in OURS]
     failed, differ = (sum(s[key] for s in ours) for key in ("failed", "differ"))
     requests = sum(s["requests"] for s in ours)
     found = [
         ("no request fails", f"{failed} of {requests} failed", not failed),
-        ("every reply is the one that a single client gets with speculation off", f"{differ} differ", not differ),
+        ("every reply equals the reply to a single client with speculation off", f"{differ} differ", not differ),
     ]
     for temperature in temperatures:
         found += _goals_at(table, temperature, max(clients))
@@ -155,8 +155,8 @@ def _goals_at(table: Table, temperature: float, most: int) -> list[tuple[str, st
         goal = f"16 clients: 3 times the throughput of one without speculation{heat}"
         found.append((goal, interval(times), times["median"] >= 3))
     if times := table.ratio((AUTO, temperature, 16), (OFF, temperature, 16)):
-        # A median of few turns is noisy: what must not be is an interval that lies below.
-        found.append((f"16 clients: not below speculation off{heat}", interval(times), times["high"] >= 1))
+        # The median of a few turns is noisy, so this goal fails only if the whole interval is below 1.
+        found.append((f"16 clients: not slower than speculation off{heat}", interval(times), times["high"] >= 1))
     if (at := table.get(AUTO, temperature, 16)) and not math.isnan(at["first"]["median"]):
         times_median = at["first"]["p99"] / at["first"]["median"]
         goal = f"16 clients: p99 of time to first text under 4 times its median{heat}"
@@ -164,11 +164,11 @@ def _goals_at(table: Table, temperature: float, most: int) -> list[tuple[str, st
     ours = [s for name in OURS if (s := table.get(name, temperature, most))]
     best = max(ours, key=lambda s: float(s["tokens_per_second"]), default=None)
     if best and (times := table.ratio((best["system"], temperature, most), (OPENVINO, temperature, most))):
-        found.append((f"{most} clients: past OpenVINO GenAI{heat}", interval(times), times["median"] > 1))
+        found.append((f"{most} clients: faster than OpenVINO GenAI{heat}", interval(times), times["median"] > 1))
     return found
 
 
 def goal_grid(found: Sequence[tuple[str, str, bool]]) -> Grid:
     """Return the goals as a table."""
     rows = [[goal, figure, "yes" if held else "NO"] for goal, figure, held in found]
-    return Grid("Goals", ["goal", "found", "held"], rows)
+    return Grid("Goals", ["goal", "measured", "met"], rows)

@@ -1,8 +1,8 @@
-"""OpenVINO GenAI's continuous batching in a process of its own, driven by serve.py: no HTTP, no Paceline.
+"""Run OpenVINO GenAI's continuous batching for serve.py, in its own process, without HTTP and without Paceline.
 
-Needs only the package openvino-genai. Arguments: the GGUF file, threads. A line of JSON in, {"clients", "spacing",
-"eos", "requests": [{"prompt", "tokens", "temperature", "seed"}]}, a line out: {"replies", "full", "dry", "wall"}, as in
-`load_client.Load`, with `clients` sequences active at a time.
+This needs only the package openvino-genai. The arguments are the GGUF file and the number of threads. Each input line
+is JSON: {"clients", "spacing", "eos", "requests": [{"prompt", "tokens", "temperature", "seed"}]}. The output line is
+{"replies", "full", "dry", "wall"}, as in `load_client.Load`. `clients` sequences are active at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def run(pipeline: Any, clients: int, spacing: float, eos: list[int], requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Answer all requests, each client taking the next one when its last is answered."""
+    """Answer all requests. Each client sends its next request when its previous request is answered."""
     began = time.perf_counter()
     tokenizer = pipeline.get_tokenizer()
     replies: list[dict[str, Any]] = [{} for _ in requests]
@@ -55,7 +55,7 @@ def run(pipeline: Any, clients: int, spacing: float, eos: list[int], requests: l
 
 
 def take(handle: Any, reply: dict[str, Any], tokenizer: Any) -> bool:
-    """Collect the new tokens of a reply; return whether it is finished."""
+    """Collect the new tokens of a reply. Return True if it is finished."""
     while handle.can_read():
         for output in handle.read().values():
             reply["ids"] += output.generated_ids

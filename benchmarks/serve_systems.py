@@ -1,4 +1,4 @@
-"""Systems that serve.py measures: Paceline's server, llama.cpp's server, OpenVINO GenAI in a process of its own."""
+"""Systems that serve.py measures: Paceline's server, llama.cpp's server, OpenVINO GenAI in its own process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.checkpoints.checkpoint import eos_token_ids, open_checkpoint
 
 OFF, AUTO, LLAMA, OPENVINO = "off", "auto", "llama.cpp", "openvino"
 OURS = (OFF, AUTO)
-"""Paceline's server, by the requests' field `speculation`."""
+"""The systems that use Paceline's server, named after the field `speculation` of their requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request for at most `tokens` tokens; a question always has the same seed and so the same reply."""
+    """A request for at most `tokens` tokens. A question always has the same seed, and therefore the same reply."""
 
     question: str | int
     text: str
@@ -48,7 +48,7 @@ class System(Protocol):
 
 
 class Http:
-    """A server, and the fields that all requests to it carry."""
+    """A server, with fields that are added to all requests."""
 
     def __init__(self, name: str, server: ServerProcess, extra: Mapping[str, Any]) -> None:
         self.name, self._server = name, server
@@ -74,7 +74,7 @@ class Http:
 
 
 LLAMA_EXTRA = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
-"""Temperature alone, and no prefix cache."""
+"""Fields that disable the prefix cache and all sampling options except temperature."""
 
 
 def llama_command(program: Path, gguf: Path, threads: int, slots: int, context: int) -> list[str]:
@@ -84,7 +84,7 @@ def llama_command(program: Path, gguf: Path, threads: int, slots: int, context: 
 
 
 class OpenVino:
-    """See serve_openvino.py. It gets prompts as Paceline renders them, so that the chat template is the same."""
+    """OpenVINO GenAI (see serve_openvino.py). Paceline renders its prompts, so that the chat template is the same."""
 
     name = OPENVINO
 

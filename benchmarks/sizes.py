@@ -1,13 +1,14 @@
-"""Models of 4 to 30 billion parameters compared with llama.cpp: load, passes of 1, 4 and 8 rows, prompts, memory.
+"""Compare models of 4 to 30 billion parameters with llama.cpp: load time, passes of 1, 4 and 8 rows, prefill, memory.
 
-Every turn is a process of its own, and only one runs at a time, so that large files fit. The systems take turns. A turn
-loads the file from a warm page cache, reads 256 tokens, measures passes, and reads a prompt of 512 tokens from an empty
-cache. A pass computes the logits of all its rows and keeps all rows, since llama.cpp cannot drop rows of a recurrent
-model. Tokens are random, and the same for both systems. llama.cpp runs with flash attention, as its own programs do.
+Every turn is a separate process, and only one runs at a time, so that large files fit into memory. The systems
+alternate. A turn loads the file from a warm page cache, reads 256 tokens, measures passes, and reads a prompt of 512
+tokens with an empty cache. A pass computes the logits of all its rows and keeps all rows, since llama.cpp cannot drop
+rows of a recurrent model. Tokens are random, and the same for both systems. llama.cpp uses flash attention, as its own
+programs do by default.
 
-Load is the call that loads, `ready` the time from the start of the process to the logits of a first token, with
-imports. Memory is the peak resident set, which includes pages of the mapped file; `own` is the part that is not of
-files.
+`load` is the time of the call that loads the model. `ready` is the time from the start of the process to the first
+logits, including imports. `peak` is the peak resident set, which includes pages of the mapped file. `own` is the
+resident memory at the end without file pages.
 
     python benchmarks/random_gguf.py llama-3.1-8b /tmp/llama-3.1-8b.gguf
     pip install llama-cpp-python==0.3.36
@@ -31,7 +32,7 @@ from real_models import model_path, peak_megabytes
 
 SYSTEMS = ("paceline", "llama.cpp")
 ROOM = 256
-"""Positions after the longest text, for rows that are measured."""
+"""Positions after the longest text, for the measured rows."""
 
 Found = dict[str, Any]
 
@@ -43,7 +44,7 @@ class System(Protocol):
         """Begin a new text."""
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append tokens, and compute the logits of the last one at most."""
+        """Append tokens, and compute at most the logits of the last one."""
 
     def score(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Append tokens in one pass. Return all their logits."""
@@ -114,8 +115,8 @@ def run(system: str, path: str, began: float, ids: Sequence[int], task: Found) -
 
     Args:
         began: Time at which the process was started.
-        ids: Tokens to use, one after the other.
-        task: depth, prompt, rows, passes and threads.
+        ids: Token ids for the texts, in order.
+        task: Options "depth", "prompt", "rows", "passes" and "threads".
     """
     opened = {"paceline": Paceline, "llama.cpp": LlamaCpp}[system]
     left = iter(ids)
@@ -126,7 +127,7 @@ def run(system: str, path: str, began: float, ids: Sequence[int], task: Found) -
     loading = time.perf_counter()
     try:
         model: Any = opened(path, max(task["depth"], task["prompt"]) + ROOM, task["threads"])
-    except Exception as error:  # a program may not know the architecture: that is a result
+    except Exception as error:  # a program that does not support the architecture is a result, too
         return {"error": f"{type(error).__name__}: {error}"}
     load = time.perf_counter() - loading
     model.start()
@@ -134,7 +135,7 @@ def run(system: str, path: str, began: float, ids: Sequence[int], task: Found) -
     ready = time.time() - began
     model.read(take(task["depth"] - 1))
     passes: dict[str, list[float]] = {str(rows): [] for rows in task["rows"]}
-    for _ in range(task["passes"] + 1):  # the first one warms up
+    for _ in range(task["passes"] + 1):  # the first turn is a warm-up
         for rows in task["rows"]:
             tokens = take(rows)
             started = time.perf_counter()
@@ -158,19 +159,19 @@ def run(system: str, path: str, began: float, ids: Sequence[int], task: Found) -
 
 
 def _own_megabytes() -> float:
-    """Resident memory of this process that belongs to no file, in units of 10^6 bytes."""
+    """Return the resident memory of this process without file pages, in MB (10^6 bytes)."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024 / 1e6
 
 
 def warm(path: Path) -> int:
-    """Read a file into the page cache; return its bytes."""
+    """Read a file into the page cache. Return its size in bytes."""
     with path.open("rb") as file:
         return sum(map(len, iter(lambda: file.read(1 << 24), b"")))
 
 
 def tables(title: str, runs: dict[str, list[Found]], rows: Sequence[int]) -> tuple[list[Grid], list[str]]:
-    """Return medians with ranges, and a line for each system that cannot run the file."""
+    """Return medians with ranges, and a line for each system that failed."""
     columns = ["system", "load s", "ready s", *(f"{n} rows ms" for n in rows), "prompt tok/s", "peak MB", "own MB"]
     lines, cells = [], []
     for system, turns in runs.items():
@@ -187,7 +188,7 @@ def tables(title: str, runs: dict[str, list[Found]], rows: Sequence[int]) -> tup
 
 
 def _shown(values: Sequence[float]) -> str:
-    """Return "median (least to most)"."""
+    """Return "median (minimum to maximum)"."""
     digits = 0 if median(values) >= 100 else 1
     return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
@@ -210,7 +211,7 @@ def main() -> None:
     title = f"{path.name} ({size / 1e9:.2f} GB)"
     grids, lines = tables(title, runs, args.rows)
     lines += [
-        f"medians (least to most) of {args.turns} processes, {args.passes} passes of each in every one; "
+        f"medians (minimum to maximum) of {args.turns} processes with {args.passes} passes of each size; "
         f"passes begin after {args.depth} tokens, prompts have {args.prompt} tokens; {args.threads} threads"
     ]
     report(grids, lines)
@@ -221,11 +222,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1.5b", help="demo, 1.5b, 0.5b or a GGUF file (1.5b)")
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
-    parser.add_argument("--turns", type=int, default=3, help="processes of each system (3)")
-    parser.add_argument("--passes", type=int, default=4, help="passes of each number of rows in a process (4)")
+    parser.add_argument("--turns", type=int, default=3, help="processes per system (3)")
+    parser.add_argument("--passes", type=int, default=4, help="passes per process and number of rows (4)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8], help="rows of a pass (1 4 8)")
-    parser.add_argument("--depth", type=int, default=256, help="tokens before the passes (256)")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (512)")
+    parser.add_argument("--depth", type=int, default=256, help="context length of the passes (256)")
+    parser.add_argument("--prompt", type=int, default=512, help="length of the prompt, in tokens (512)")
     parser.add_argument("--threads", type=int, default=2, help="threads of both systems (2)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     parser.add_argument("--run", help=argparse.SUPPRESS)

@@ -1,8 +1,9 @@
-"""Cost of recurrent state in a pass: time by rows of verify and commit, bytes of states and updates.
+"""Measure the cost of recurrent state: time of passes and commits by number of rows, and bytes of states and updates.
 
-Four layers in the sizes of a Qwen3.5 model, three of Gated DeltaNet and one of attention, with random weights in
-bfloat16; beside them the same with attention in all four, which keeps no state and has the same feed-forward parts. The
-time is this thread's on the processor, and cases take turns. Nothing here depends on the weights' values.
+The model has four layers with the sizes of a Qwen3.5 model, three with Gated DeltaNet and one with attention, and
+random bfloat16 weights. It is compared with a model with attention in all four layers, which has the same feed-forward
+parts and no recurrent state. Time is the CPU time of this thread, and cases alternate. The values of the weights do not
+matter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def config(size: str, hybrid: bool) -> ModelConfig:
 
 
 def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
-    """Random weights by Hugging Face name."""
+    """Return random weights by their Hugging Face names."""
     found = random_tensors(c, scale=0.02)
     for i, layer in enumerate(c.plan):
         attn, linear = f"model.layers.{i}.self_attn.", f"model.layers.{i}.linear_attn."
@@ -79,7 +80,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def measure(targets: dict[str, Decoder], drafts: dict[str, Draft], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of each pass and commit: target -> draft -> one pass after the other."""
+    """Return the milliseconds of each pass and commit: target -> draft -> list of measurements."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in targets}
     slots = {}
     for name, target in targets.items():
@@ -89,7 +90,7 @@ def measure(targets: dict[str, Decoder], drafts: dict[str, Draft], rounds: int) 
             rows = pack_prefix([1] * 256, slots[name][1], start, target.device)
             ms = timed(lambda rows=rows, target=target, cache=cache: target.forward(rows, cache, Want("none")))  # type: ignore[misc]
             cache.commit(rows, [range(1, 256)])
-            found[name].setdefault("256 of a prompt", []).append(ms)
+            found[name].setdefault("prompt chunk of 256", []).append(ms)
     for _ in range(rounds):
         for shape, draft in drafts.items():
             for name, target in targets.items():
@@ -97,7 +98,7 @@ def measure(targets: dict[str, Decoder], drafts: dict[str, Draft], rounds: int) 
                 rows = pack([1], [draft], [slot], [cache.lengths[slot]], target.device)
                 ms = timed(lambda: target.forward(rows, cache, Want()))  # noqa: B023
                 found[name].setdefault(shape, []).append(ms)
-                # Half of a draft is accepted, so that the state must be made from updates.
+                # Accept half of a draft, so that the commit must compute the state from updates.
                 path = [row for row in range(1, len(draft.tokens) + 1) if row <= len(draft.tokens) // 2]
                 path = path if shape.startswith("chain") else path[:1]
                 found[name].setdefault(f"commit of {shape}", []).append(timed(lambda: cache.commit(rows, [path])))  # noqa: B023
@@ -106,7 +107,9 @@ def measure(targets: dict[str, Decoder], drafts: dict[str, Draft], rounds: int) 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="(0.8B 4B)")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="sizes of Qwen3.5 (0.8B 4B)"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="passes of each kind (15)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result files")
     args = parser.parse_args(arguments)
@@ -116,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     result: dict[str, Any] = {"provenance": provenance(**vars(args)), "milliseconds": {}, "bytes": {}}
     grids = []
     for size in args.sizes:
-        configs = {name: config(size, hybrid) for name, hybrid in (("hybrid", True), ("attention alone", False))}
+        configs = {name: config(size, hybrid) for name, hybrid in (("hybrid", True), ("attention only", False))}
         targets = {name: Decoder(c, tensors_of(c), torch.bfloat16, torch.device("cpu")) for name, c in configs.items()}
         with torch.inference_mode():
             times = measure(targets, drafts, args.rounds)
@@ -126,10 +129,9 @@ def main(arguments: Sequence[str]) -> int:
         update = 4 * (kind.channels + kind.key_heads * kind.key_dim + kind.heads * (kind.value_dim + 1))
         result["bytes"][size] = {"state of a layer": 4 * kind.state_size, "update of a row in a layer": update}
         rows = [[shape, *(f"{median(times[name][shape]):.1f}" for name in targets)] for shape in times["hybrid"]]
-        title = (
-            f"{size}: ms of a pass through 4 layers, 1 thread; a state {4 * kind.state_size / 2**20:.2f} MiB a layer"
-        )
-        grids.append(Grid(f"{title}, an update {update / 2**10:.0f} KiB", ["rows", *targets], rows))
+        memory = f"{4 * kind.state_size / 2**20:.2f} MiB of state per layer, {update / 2**10:.0f} KiB per update"
+        title = f"{size}: time of a pass through 4 layers, ms, 1 thread; {memory}"
+        grids.append(Grid(title, ["rows", *targets], rows))
     report(grids)
     write("state", result, grids, folder=args.out)
     return 0

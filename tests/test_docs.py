@@ -1,4 +1,4 @@
-"""Code in README and docs runs, and links lead somewhere."""
+"""Code in README and docs runs, and links have targets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from paceline.session import Session
 from paceline.testing import Oracle, ToyTarget, check_drafter, run, tiny_target
 from paceline.types import DraftBudget
 from tests.support.pages import DOCS, PAGES, ROOT, blocks, code_of
-from tests.support.toys import toy_llm, toy_tokenizer
+from tests.support.toys import toy_llm, toy_target, toy_tokenizer
 from tests.support.vocabularies import byte_level, speaker
 
 
+@cache
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that a page's headings make."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -81,7 +83,7 @@ def test_python_code_is_python() -> None:
 
 
 def calls_of(line: str) -> list[list[str]]:
-    """Return the arguments of each call of paceline on a shell line."""
+    """Return the arguments of each paceline call on a shell line."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|;<>")
     lexer.whitespace_split = True
     calls: list[list[str]] = []
@@ -129,7 +131,7 @@ def test_the_drafter_of_own_drafter_md_works_and_fits_in_forty_lines() -> None:
     make = names["Bigram"]
     assert issubclass(make, Drafter)
     check_drafter(make)
-    target = tiny_target()
+    target = toy_target()
     prompt = [1, 2, 3, 1, 2, 3, 1, 2]
     for temperature in (0.0, 0.7):
         sampling = Sampling(max_new_tokens=40, temperature=temperature, seed=1)
@@ -169,7 +171,7 @@ def test_the_loop_of_own_loop_md_writes_the_greedy_text(monkeypatch: pytest.Monk
 
 
 class Dice:
-    """Stands in for torch's random numbers and goes through every outcome, with its probability."""
+    """Replaces torch's random numbers, and enumerates every outcome with its probability."""
 
     def every(self, play: Callable[[], list[int]]) -> list[tuple[list[int], float]]:
         outcomes: list[tuple[list[int], float]] = []
@@ -212,7 +214,7 @@ class Uniform:
 
 
 def small_session(seed: int, vocab: int) -> Session:
-    target = tiny_target(seed, vocab_size=vocab)
+    target = tiny_target(seed, vocab_size=vocab, layers=1)
     return LLM(Loaded(target, toy_tokenizer(), (), {}, Path("toy"))).session()
 
 
@@ -266,7 +268,7 @@ def test_the_speculation_of_own_loop_md_writes_greedy_text_in_few_passes() -> No
 
 def test_the_processor_of_sampling_md_bends_the_text_and_not_its_equality() -> None:
     (code,) = (block for block in blocks("reference/sampling.md") if "def no_shouting" in block)
-    target, names = tiny_target(), {"CAPITALS": [3, 5, 9, 12]}
+    target, names = toy_target(), {"CAPITALS": [3, 5, 9, 12]}
     exec(compile(code, "sampling.md", "exec"), names)
     sampling = Sampling(max_new_tokens=40, processors=[names["no_shouting"]])  # type: ignore[list-item]
     plain = run(target, [1, 2, 3], sampling)[0]

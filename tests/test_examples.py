@@ -1,4 +1,4 @@
-"""Every script in examples/ runs: with a toy in the fast tier, as it is in the other."""
+"""Every script in examples/ runs, with a toy in the fast tier, and unchanged in the slow tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAYS = {
     "stream.py": r"\d+ tokens in \d+ rounds; \d+ of \d+ drafted tokens accepted\n( +\w+ +[0-9.]+ ms\n){5}",
     "structured.py": r"\{'city': .+\}\n\d+ tokens in \d+ rounds\n",
 }
-"""What each script prints. That texts are the same without a drafter, the scripts assert themselves."""
+"""Expected output of each script. The scripts themselves assert that texts are the same without a drafter."""
 NEEDS = {"structured.py": "llguidance", "client.py": "openai"}
 
 

@@ -83,7 +83,7 @@ class Endless(NGram):
 
 
 class Forgetful(NGram):
-    """Drafts something else when asked again."""
+    """Drafts something else for a repeated request."""
 
     calls = 0
 
@@ -98,14 +98,14 @@ class Short(NGram):
 
 
 class Uniform(NGram):
-    """Gives each request of a batch what the first one asked for."""
+    """Drafts the first request's draft for all requests of a batch."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return [Draft.chain([1] * asks[0].budget.depth) for _ in asks]
 
 
 class Amnesiac(Eagle):
-    """Saves what it has seen and loads nothing."""
+    """Saves its state, but does not load it."""
 
     def load(self, slot: int, saved: SavedStates, length: int) -> None: ...
 
@@ -121,7 +121,7 @@ def amnesiac() -> Amnesiac:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        pytest.param(amnesiac, "loaded tokens gets another draft", marks=pytest.mark.slow),
+        pytest.param(amnesiac, "loaded tokens and a fully fed prompt get different drafts", marks=pytest.mark.slow),
         (Endless, "nodes"),
         pytest.param(Forgetful, "changes a draft", marks=pytest.mark.slow),
         (Short, "one draft per ask"),
@@ -193,7 +193,7 @@ def test_a_drafter_hears_the_whole_text_and_its_hidden_states() -> None:
 
 
 class Windowed(Decoder):
-    """One layer sees five positions, the other all."""
+    """A model in which one layer sees five positions, and the other all positions."""
 
     def new_cache(self) -> SlabCache:
         layers = [LayerAttention(8**-0.5, window=5), LayerAttention(8**-0.5)]

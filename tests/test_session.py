@@ -55,7 +55,7 @@ class Toy(Decoder):
 
 
 class Forgetful(SlabCache):
-    """Cannot go back: truncation forgets everything."""
+    """A cache that cannot truncate: truncation deletes everything."""
 
     def truncate(self, slot: int, length: int) -> None:
         assert 0 <= length <= self.lengths[slot]
@@ -76,7 +76,7 @@ TOYS: dict[str, Toy] = {"plain": Toy(), "forgetful": ForgetfulToy(), "windowed":
 
 
 def session(kind: str = "plain") -> tuple[Session, list[int]]:
-    """A session, and the row counts of its passes as they come."""
+    """Return a session, and a list that receives the row counts of its passes."""
     target = TOYS[kind]
     target.passes = []
     return LLM(Loaded(target, toy_tokenizer(), (36,), {}, Path("toy"))).session(), target.passes
@@ -92,7 +92,7 @@ _begun: dict[str, tuple[SlabCache, int]] = {}
 
 
 def feed(tokens: list[int], cache: SlabCache, slot: int, target: Toy) -> torch.Tensor:
-    """[V] after the slot's tokens and these, fed plainly."""
+    """Return the logits [V] after the slot's tokens and these tokens, without a draft."""
     for first in range(0, len(tokens), 200):
         chunk = tokens[first : first + 200]
         rows = pack_prefix(chunk, slot, cache.lengths[slot], CPU)
@@ -102,7 +102,7 @@ def feed(tokens: list[int], cache: SlabCache, slot: int, target: Toy) -> torch.T
 
 
 def fresh(tokens: list[int], kind: str = "plain") -> torch.Tensor:
-    """[V] after the tokens, in a slot that has seen nothing else."""
+    """Return the logits [V] after the tokens, in a new slot."""
     kind = "windowed" if kind == "windowed" else "plain"
     key = (kind, *tokens)
     if key not in _known:

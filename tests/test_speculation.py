@@ -1,4 +1,4 @@
-"""Speculation over two sessions writes the same text as the target without a drafter."""
+"""Speculation with two sessions writes the same text as the target without a drafter."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class OneSlot(ListCache):
 
 
 class GivesTwice(ListCache):
-    """Believes a release of what was released before."""
+    """Accepts the release of a slot that was already released."""
 
     def release(self, slot: int) -> None:
         self._kept[slot] = []
@@ -101,7 +101,7 @@ class NeverEmpty(ListCache):
 
 
 class ReleasesNeighbours(ListCache):
-    """Moves its last slot to the place of a released one, and forgets to tell."""
+    """Moves its last slot to the place of a released slot without reporting it."""
 
     def release(self, slot: int) -> None:
         super().release(slot)
@@ -242,7 +242,7 @@ class Eager(Altered):
 
 
 class Crowded(Altered):
-    """A row's logits depend on how many travel with it."""
+    """A row's logits depend on the number of rows in the pass."""
 
     def out_of(self, out: Forward, rows: Rows, cache: KVCache, want: Want) -> Forward:
         return Forward(out.logits + 1e-6 * rows.tokens.shape[1] * torch.arange(self.vocab_size), out.taps)
@@ -257,7 +257,7 @@ class ShortSighted(ToyTarget):
 
 
 class Moody(Altered):
-    """Another answer each time, by a hair."""
+    """Gives slightly different results each time."""
 
     calls = 0
 
@@ -282,7 +282,7 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
     NeverEmpty: ("_lives", "a new slot holds 11 tokens"),
     ReleasesNeighbours: ("_forks", "a fork whose origin was released"),
     SharedByAll: ("_caches", "a new slot holds 8 tokens"),
-    Ghosts: ("_wanted", r"Want\('all'\) gives other logits"),
+    Ghosts: ("_wanted", r"Want\('all'\) changes the logits"),
     NeverGrows: ("_growing", "level 2 of a growing tree"),
     FirstOfBatch: ("_ragged", "line 1 of a batch"),
     Generous: ("_wanted", "fit returned more"),
@@ -296,7 +296,7 @@ BROKEN: dict[type[ListCache] | type[ToyTarget], tuple[str, str]] = {
     Eager: ("_wanted", "only commit may"),
     Crowded: ("_drafts", "a chain of 6"),
     ShortSighted: ("_ends", "context can be used up to its last token. It raised"),
-    Moody: ("_wanted", "gives other logits"),
+    Moody: ("_wanted", "changes the logits"),
     CommitsAnyPass: ("_passes", "the older of two passes was committed"),
     KeepsPasses: ("_passes", "the same pass for the second time was committed"),
 }

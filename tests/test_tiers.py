@@ -1,4 +1,4 @@
-"""The commands that run the tests leave none out."""
+"""The commands that run the tests omit no tests."""
 
 from pathlib import Path
 

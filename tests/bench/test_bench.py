@@ -1,4 +1,4 @@
-"""`paceline bench`: its arithmetic, other programs in their processes, and what a user sees. No timed assertion."""
+"""`paceline bench`: its arithmetic, other programs in their processes, and its output. Assertions are never timed."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ from tests.support.toy_cli import failure
 from tests.support.toy_cli import run as command
 from tests.support.toy_vision import seeing_llm
 from tests.support.toys import toy_llm, toy_tokenizer
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +119,7 @@ def test_plots_are_deterministic_and_name_the_missing_library(monkeypatch: pytes
     assert "<title>a &amp; b, &lt;x&gt;: 1.0 tok/s</title>" in drawn
     assert ' id="tip' not in drawn
     monkeypatch.setattr("paceline.bench.plots.find_spec", lambda name: None)
-    with pytest.raises(InvalidOption, match=r"needs matplotlib .* pip install .*\[bench\]"):
+    with pytest.raises(InvalidOption, match=r"needs matplotlib.* pip install .*\[bench\]"):
         require_matplotlib()
 
 
@@ -191,7 +189,7 @@ def test_every_system_is_warmed_up_and_the_order_rotates() -> None:
     assert Counter((s.system, s.repeat) for s in samples) == dict.fromkeys([(n, r) for n in "abc" for r in (0, 1)], 3)
 
 
-def test_a_system_that_is_lost_is_asked_no_more() -> None:
+def test_a_failed_system_gets_no_more_questions() -> None:
     asked: list[str] = []
 
     def failing(question: Question) -> MeasuredReply:
@@ -216,7 +214,7 @@ def test_a_system_that_is_lost_is_asked_no_more() -> None:
         ("model:base@adapter@5", ("model:base@adapter", DraftBudget.chain(5))),
     ],
 )
-def test_a_drafter_may_have_a_size_of_its_own(drafter: str, found: tuple[str, DraftBudget | None]) -> None:
+def test_a_drafter_can_have_its_own_draft_size(drafter: str, found: tuple[str, DraftBudget | None]) -> None:
     assert split_size(drafter) == found
 
 
@@ -242,7 +240,7 @@ def test_a_rule_is_for_what_is_sampled() -> None:
     assert [Comparison(rule="block").sampling(heat).rule for heat in (0.0, 0.7)] == ["match", "block"]
 
 
-def test_a_peer_is_asked_what_the_model_would_read_and_rendering_counts() -> None:
+def test_a_peer_gets_the_rendered_prompt_and_rendering_time_counts() -> None:
     asked: list[PeerPrompt] = []
     child: Any = SimpleNamespace(ask=lambda ask: asked.append(ask) or MeasuredReply([1], 0.25))
     found = peer_systems("x", child, toy_llm(), Comparison(temperatures=(0.0, 0.7), seed=4))
@@ -267,7 +265,7 @@ def test_a_peer_answers_from_a_process_of_its_own(child: PeerProcess) -> None:
     assert child.ask(PeerPrompt("é\n")).token_ids[5:] == [2, 0, 0, 0]
 
 
-def test_a_peer_spins_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_does_not_inherit_the_spin_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     environment = peer_module._environment()
@@ -284,7 +282,7 @@ def test_a_peer_that_cannot_begin_says_why() -> None:
 
 
 class Page(HTMLParser):
-    """Collects the elements of a page, and its references to other hosts."""
+    """Parser that collects the elements of a page, and its references to other hosts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -312,7 +310,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    """Two precisions, two temperatures, three drafters, one of them of two sizes; two other programs, one bad."""
+    """Return a result with two precisions, two temperatures, three drafters in four sizes, and two other programs."""
     kinds = {"good": "without_lookup", "bad": "broken", "dead": "dying"}
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in kinds.items():
@@ -370,7 +368,7 @@ def test_the_findings_compare_with_the_best_other_and_with_greedy(result: dict[s
 
 
 @pytest.mark.slow
-def test_a_page_needs_nothing_and_shows_every_system(result: dict[str, Any]) -> None:
+def test_a_page_is_self_contained_and_shows_every_system(result: dict[str, Any]) -> None:
     html = Page(page(result))
     assert html.count["svg.plot"] == 5, "two at each temperature, and where the time goes"
     assert not html.open
@@ -384,7 +382,7 @@ def test_a_page_needs_nothing_and_shows_every_system(result: dict[str, Any]) -> 
     assert "not measured: bad: it could not start" in words
 
 
-def test_a_page_of_plain_decoding_alone_has_no_plot_of_drafts() -> None:
+def test_a_page_without_drafters_has_no_plot_of_drafts() -> None:
     found = run({"": toy_llm()}, Comparison(("none",), tokens=4), questions_of(a=1))
     assert Page(page(found)).count["svg.plot"] == 2
     assert [grid.title for grid in main_grids(found)] == ["Text to text, one at a time"]
@@ -483,7 +481,7 @@ def test_images_come_before_every_prompt_and_are_named_in_the_result(
     ("more", "said"),
     [
         (["--image", "none.png"], "cannot read the image none.png"),
-        (["--image", "none.png", "--against", "openvino"], "other programs are measured without images"),
+        (["--image", "none.png", "--against", "openvino"], "other programs are only measured without images"),
         (["--drafters", "magic"], "no drafter is called 'magic'"),
         (["--against", "vllm"], "not a known program"),
         (["--out", "/nowhere/x.json"], "/nowhere is not a folder"),

@@ -27,7 +27,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
 
 
 class FakeLlama:
-    """Writes 10, 11, 12, ... or what it is given, and notes what it is told."""
+    """Generates 10, 11, 12, ... or given tokens, and records its arguments."""
 
     made: ClassVar[list[FakeLlama]] = []
     writes: ClassVar[list[int]] = list(range(10, 30))
@@ -67,7 +67,7 @@ def llamas(monkeypatch: pytest.MonkeyPatch) -> list[FakeLlama]:
     return FakeLlama.made
 
 
-def test_llama_cpp_forgets_the_last_prompt_and_stops_at_the_limit(llamas: list[FakeLlama]) -> None:
+def test_llama_cpp_forgets_the_previous_prompt_and_stops_at_the_limit(llamas: list[FakeLlama]) -> None:
     answer = llama_cpp(JOB)
     for temperature in (0.0, 0.7):
         reply = answer(PeerPrompt("hé", temperature))
@@ -80,12 +80,14 @@ def test_llama_cpp_forgets_the_last_prompt_and_stops_at_the_limit(llamas: list[F
     assert llama.options["n_ctx"] >= JOB.positions
 
 
-def test_llama_cpp_ends_where_the_model_does(llamas: list[FakeLlama], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpp_stops_at_the_same_tokens_as_the_model(
+    llamas: list[FakeLlama], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FakeLlama, "writes", [10, 5, 11])
     assert llama_cpp(JOB)(PeerPrompt("a")).token_ids == [10, 5]
 
 
-def test_llama_cpp_drafts_by_lookup_in_a_model_of_its_own(llamas: list[FakeLlama]) -> None:
+def test_llama_cpp_uses_a_separate_model_for_prompt_lookup(llamas: list[FakeLlama]) -> None:
     answer = llama_cpp(JOB)
     answer(PeerPrompt("a", drafter="lookup"))
     answer(PeerPrompt("b", drafter="lookup"))
@@ -153,7 +155,7 @@ def test_openvino_ends_where_the_model_does_and_drafts_by_lookup(monkeypatch: py
 
 
 @pytest.mark.parametrize("begin", [llama_cpp, openvino])
-def test_peers_that_only_read_gguf_on_cpus_say_so(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_only_read_gguf_on_cpus_report_it(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "openvino_genai", StreamerBase=object)
     install(monkeypatch, "llama_cpp")
     with pytest.raises(PeerUnavailable, match="folder is not a GGUF file"):
@@ -164,7 +166,7 @@ def test_peers_that_only_read_gguf_on_cpus_say_so(begin: Any, monkeypatch: pytes
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of one layer and 37 tokens, as transformers saves it."""
+    """Return a folder with a random Llama with one layer and 37 tokens, saved by transformers."""
     library = pytest.importorskip("transformers")
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}

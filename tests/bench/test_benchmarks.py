@@ -13,6 +13,7 @@ import torch
 from paceline import DraftBudget, Sampling
 from paceline.engine.stats import Stats
 from paceline.testing import Oracle, run
+from tests.support.cover import some
 from tests.support.toys import toy_target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -40,7 +41,7 @@ def test_first_difference(a, b, at):
 
 
 def row(**logits):
-    """Logits of six tokens: those named as t0..t5, the rest far below."""
+    """Return logits of six tokens: given values for t0 to t5, and low values for the others."""
     out = torch.full((6,), -10.0)
     for name, value in logits.items():
         out[int(name[1:])] = value
@@ -100,7 +101,7 @@ def rule_sample(module, rule, temperature, tokens, rounds, guarantee="distributi
     )
 
 
-def test_rules_are_not_run_where_they_are_match(rules):
+def test_rules_that_equal_match_are_not_run(rules):
     cases = rules.cases([0.1], ["chain", "tree"], [0.0, 0.7])
     assert len(cases) == 2 * (4 + 1)
     assert [c.rule for c in cases if c.temperature == 0] == ["match", "match"]
@@ -124,7 +125,7 @@ def test_the_table_names_what_each_rule_keeps_and_leaves_out_nothing(rules):
     assert all(row[3] == "2.00 [2.00, 2.00]" for row in grid.rows)
 
 
-def test_noise_changes_matrices_by_its_share_and_nothing_else(rules):
+def test_noise_changes_only_matrices_by_its_share(rules):
     plain = {"norm": torch.ones(8), "matrix": torch.randn(300, 300) * 3}
     noisy = rules.Noisy(plain, 0.2)
     assert torch.equal(noisy["norm"], plain["norm"])
@@ -149,7 +150,7 @@ def test_every_rule_runs_on_a_toy(rules):
 # --- never_slower ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SmolVLM-256M", "Gemma-3-4B"])
+@some("name", ["SmolVLM-256M", "Gemma-3-4B"], fast=["SmolVLM-256M"])
 def test_pictures_are_encoded_by_both_programs(name, tmp_path, monkeypatch):
     pytest.importorskip("PIL")
     pictures = import_module("pictures")
@@ -185,7 +186,7 @@ def test_prompts_of_random_words_are_the_same_every_time_and_of_several_lengths(
     assert {word for q in made for word in q.text.split()} == {"one", "two", "three", "four"}
 
 
-def test_a_wrong_drafter_drafts_as_much_and_is_never_right():
+def test_a_wrong_drafter_drafts_the_full_budget_and_is_never_right():
     never_slower = import_module("never_slower")
     target, sampling = toy_target(layers=1), Sampling(max_new_tokens=30)
     text = [1, 2, 3, *run(target, [1, 2, 3], sampling)[0]]
@@ -196,7 +197,7 @@ def test_a_wrong_drafter_drafts_as_much_and_is_never_right():
         assert stats.accepted <= 4, "of 37 tokens one may be right by chance"
 
 
-def test_goals_and_the_line_over_all_categories():
+def test_goals_and_the_summary_of_all_categories():
     never_slower = import_module("never_slower")
 
     def case(kind):

@@ -1,4 +1,4 @@
-"""What `paceline doctor` counts, times and concludes. No test depends on how fast this machine is."""
+"""Counts, times and conclusions of `paceline doctor`. No test depends on the speed of this machine."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ from paceline.verify.tree import PREFILL_ROWS
 from tests.support.gguf_writing import write_gguf
 from tests.support.toys import toy_llm, toy_model, toy_target
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 SIZES = {
     "chains": [DraftBudget.chain(n) for n in (1, 2, 4, 6)],
     "trees": [DraftBudget(1, 1, 3), DraftBudget(4, 4, 3), DraftBudget(9, 4, 3)],
@@ -59,7 +57,7 @@ SIZES = {
 
 
 class FakeTimer:
-    """A clock that goes when it is told to."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,7 +70,7 @@ class FakeTimer:
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_every_size_is_observed_as_it_would_be_used(kind: str) -> None:
+def test_every_size_is_observed_as_in_real_use(kind: str) -> None:
     model, sizes = toy_model(), SIZES[kind]
     texts = {"a": ["ab ab ab"], "b": ["cd cd cd cd", "q"]}
     found, _ = observe(model, Suffix(), sizes, write_replies(model, texts, 24))
@@ -86,7 +84,7 @@ def test_every_size_is_observed_as_it_would_be_used(kind: str) -> None:
     assert found.source == "observed here, over 3 short replies"
 
 
-def test_early_exit_is_observed_as_it_writes() -> None:
+def test_early_exit_is_observed_as_in_generation() -> None:
     model, sizes = toy_model(), SIZES["chains"]
     drafter = EarlyExit(ExitConfig(32, 1), {}, model.target, threshold=0.0)
     found, seconds = observe(model, drafter, sizes, write_replies(model, {"a": ["ab ab ab"]}, 24))
@@ -111,7 +109,7 @@ def test_a_drafter_that_errs_is_seen_to_err() -> None:
     assert tokens[0] < tokens[1] < tokens[2]
 
 
-def test_a_reply_in_which_nothing_was_drafted_has_its_rounds() -> None:
+def test_a_reply_without_drafts_still_has_rounds() -> None:
     model, size = toy_model(), DraftBudget.chain(4)
     found, seconds = observe(model, NGram(max_n=9, min_n=9), [size], write_replies(model, {"a": ["q"]}, 5))
     assert found.kinds["a"].gains[size] == Gain(1.0, 4.0)
@@ -191,7 +189,7 @@ def test_a_prompts_chunks_cost_more_after_a_longer_text() -> None:
     assert MACHINE.feed(4, 0) == pytest.approx(0.010), "not cheaper than a pass of 4 rows"
 
 
-def test_going_on_with_a_prompt_tells_its_speed_and_how_passes_grow() -> None:
+def test_continuing_a_prompt_measures_prefill_speed_and_growth_of_passes() -> None:
     clock = FakeTimer()
     probe = PassTimer(slow(clock), timer=clock)
     probe.feed(PREFIX)
@@ -212,14 +210,14 @@ def test_the_number_of_threads_stays_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_pass_reads_every_weight_but_the_table_of_embeddings(tied: bool) -> None:
+def test_a_pass_reads_every_weight_except_the_embeddings(tied: bool) -> None:
     target = tiny_target(tied=tied)
     c = target.config
     attention = 2 * c.hidden * c.head_dim * (c.heads + c.kv_heads)
     matrices = c.layers * (attention + 3 * c.hidden * c.ffn) + c.vocab_size * c.hidden
     found = weight_bytes(target)
     assert found is not None
-    # Beside the matrices there are only norms, and small tables of the rotary embedding.
+    # Apart from the matrices, there are only norms and small tables of the rotary embedding.
     assert 8 * matrices <= found < 8 * matrices * 1.05
 
 
@@ -264,7 +262,7 @@ def test_speeds_follow_from_what_things_cost() -> None:
     assert f.ratio == pytest.approx((0.096 + 96 * 0.012) / (0.096 + 96 * 0.015 / 2.5))
 
 
-def test_a_draft_that_does_not_pay_is_not_made() -> None:
+def test_unprofitable_drafts_are_skipped() -> None:
     bad, good = {THREE: Gain(1.1, 4.0), SEVEN: Gain(1.1, 8.0)}, {THREE: Gain(2.5, 4.0), SEVEN: Gain(5.0, 8.0)}
     both = forecast(MACHINE, drafting(COSTS, bad=bad, good=good))
     assert [f.best.size for f in both] == [DraftBudget.chain(0), SEVEN]
@@ -286,12 +284,12 @@ def test_it_says_why_a_draft_does_not_pay() -> None:
     (line,) = advice.reasons(forecast(MACHINE, drafting(COSTS, writing=gains)), "eagle3")
     assert line == (
         "writing: eagle3 gives 1.10 tokens per round with drafts of 3, but drafting takes 0.25 plain rounds and a "
-        "pass of 4.0 rows takes 1.00. This gives 0.88 times the plain speed, so nothing will be drafted"
+        "pass of 4.0 rows takes 1.00. The result is 0.88 times the plain speed, so nothing will be drafted"
     )
     assert advice.reasons(forecast(MACHINE, drafting(COSTS, x={t: Gain(3.0, 4.0) for t in COSTS})), "d") == []
 
 
-def test_it_recommends_in_three_lines() -> None:
+def test_doctor_recommends_in_three_lines() -> None:
     good = drafting(COSTS, good={THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)})
     found = {"good": overall(forecast(MACHINE, good))}
     lines = advice.settings(MACHINE, found, {"int8": 53_000_000, "int4": 40_000_000}, threads=2)
@@ -311,15 +309,15 @@ def test_it_recommends_in_three_lines() -> None:
     ]
 
 
-def test_measurements_that_contradict_each_other_are_told() -> None:
+def test_contradictory_measurements_are_reported() -> None:
     assert advice.warnings(MACHINE, threads=4) == []
     odd = replace(MACHINE, passes={1: 0.020, 4: 0.0201, 16: 0.015})
     (line,) = advice.warnings(odd, threads=4)
     assert "a pass of 4 rows took 20.1 ms, but a pass of 16 rows took 15.0 ms. Do not rely on the advice above" in line
 
 
-def test_threads_that_were_disturbed_are_told_and_do_not_decide_the_weights() -> None:
-    """Two threads that another program disturbs take 48 ms for a pass of any size, one of them 12 ms."""
+def test_disturbed_threads_are_reported_and_do_not_decide_the_weights() -> None:
+    """Another program slows down two threads to 48 ms for a pass of any size. A single thread takes 12 ms."""
     passes = {1: 0.0482, 2: 0.0439, 16: 0.0455}
     busy = replace(MACHINE, passes=passes, threads={1: 0.012, 2: 0.048})
     (line,) = advice.warnings(busy, threads=2)
@@ -341,7 +339,7 @@ def test_bytes_of_quantised_weights_equal_the_quantised_model() -> None:
         assert quantised_bytes(coded) == {}
 
 
-def test_it_says_what_a_pass_spends_its_time_on() -> None:
+def test_doctor_reports_the_cost_of_passes_and_weights() -> None:
     first, second = advice.limits(MACHINE)
     assert first == "cost of a pass, relative to one row: 8 rows 1.60, 16 rows 3.20"
     assert "takes 10.0 ms" in second

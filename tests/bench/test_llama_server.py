@@ -1,4 +1,4 @@
-"""What llama.cpp's server is told, with a program that answers as it does in its place."""
+"""Arguments and requests to llama.cpp's server, with a stand-in program that gives the same answers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_missing_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         llama_server(PeerSetup("model.gguf", (36,), 8, 40, 2))
 
 
-def test_it_gets_the_draft_model_that_we_get() -> None:
+def test_llama_server_gets_the_same_draft_model() -> None:
     comparison = Comparison(("suffix", "model:small.gguf@8", "model:other.gguf"))
     assert comparison.draft_model == "small.gguf"
     assert peer_drafters("llama-server", comparison.draft_model) == ("ngram-mod", "ngram-simple", "draft")

@@ -1,4 +1,4 @@
-"""The tables of the benchmarks of long texts, from made-up measurements."""
+"""Tables of the benchmarks of long contexts, from invented measurements."""
 
 from __future__ import annotations
 

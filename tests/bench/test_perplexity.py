@@ -1,4 +1,4 @@
-"""Perplexity of a text, window by window."""
+"""Perplexity of a text, computed by windows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_token_is_predicted_once_with_its_context(
     assert seen == list(range(0 if front else 1, count))
 
 
-def test_windows_that_are_none() -> None:
+def test_invalid_windows_are_refused() -> None:
     for size, context in ((8, 0), (8, 8), (8, 9)):
         with pytest.raises(InvalidOption):
             windows(range(50), size, context)

@@ -1,4 +1,4 @@
-"""Files of random weights, and the table of their measurements."""
+"""Files with random weights, and the table of their measurements."""
 
 from __future__ import annotations
 

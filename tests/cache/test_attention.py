@@ -1,4 +1,4 @@
-"""The cache's attention against the plain formula over everything that was ever written."""
+"""The cache's attention compared with the plain formula over everything that was written."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ co
 @pytest.mark.parametrize("kind", [SlabCache, pytest.param(SharedSlabCache, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("computed", ["by torch", pytest.param("by kernels", marks=needs_kernels)])
-def test_rows_see_what_they_should_however_far_the_text_has_come(
-    kind: type[SlabCache], seed: int, computed: str
-) -> None:
-    """Prefill, trees and commits at lengths around windows, blocks and the wrap of all rings (1024 and 1536)."""
+def test_rows_see_the_right_rows_at_any_text_length(kind: type[SlabCache], seed: int, computed: str) -> None:
+    """Run prefill, trees and commits at lengths around windows, blocks and the ring buffer sizes (1024 and 1536)."""
     rng, kernel = random.Random(seed), computed == "by kernels"
     witness = Witness(seed, torch.float32 if kernel else torch.float64, kind, kernel=kernel)
     slot = witness.acquire()
@@ -63,7 +61,7 @@ def test_a_released_slot_frees_its_memory_at_once() -> None:
 
 
 @SLOTS
-def test_slots_of_any_length_share_a_pass_and_leave_in_any_order(kind: type[SlabCache]) -> None:
+def test_slots_with_any_length_share_a_pass_and_end_in_any_order(kind: type[SlabCache]) -> None:
     rng, witness = random.Random(1), Witness(1, kind=kind)
     slots = [witness.acquire() for _ in range(5)]
     for slot, length in zip(slots, (3, 30, 700, 1030, 8), strict=True):
@@ -83,7 +81,7 @@ def test_slots_of_any_length_share_a_pass_and_leave_in_any_order(kind: type[Slab
 
 
 @SLOTS
-def test_a_fork_goes_its_own_way(kind: type[SlabCache]) -> None:
+def test_a_fork_is_independent_of_its_origin(kind: type[SlabCache]) -> None:
     rng, witness = random.Random(2), Witness(2, kind=kind)
     slot = witness.acquire()
     for done in range(0, 1280, 256):
@@ -100,7 +98,7 @@ def test_a_fork_goes_its_own_way(kind: type[SlabCache]) -> None:
 
 
 @SLOTS
-def test_going_back_in_a_ring_keeps_what_is_there_and_forgets_what_is_not(kind: type[SlabCache]) -> None:
+def test_going_back_in_a_ring_keeps_only_the_remaining_columns(kind: type[SlabCache]) -> None:
     witness = Witness(3, kind=kind)
     slot = witness.acquire()
     for done in range(0, 1280, 256):
@@ -128,8 +126,8 @@ def test_depths_and_positions_agree() -> None:
 
 
 @SLOTS
-def test_nothing_of_a_failed_request_reaches_its_neighbours(kind: type[SlabCache]) -> None:
-    """A masked column still meets a weight of 0, and 0 times NaN is NaN."""
+def test_a_failed_request_does_not_affect_other_requests(kind: type[SlabCache]) -> None:
+    """A masked column is still multiplied by a weight of 0, and 0 times NaN is NaN."""
     witness = Witness(4, kind=kind)
     first, second = witness.acquire(), witness.acquire()
     witness.feed(pack_prefix([0] * 40, second, 0, CPU), [list(range(1, 40))])

@@ -1,4 +1,4 @@
-"""Keys and values in other types than the model's: what is stored, and what every cache reads back."""
+"""Keys and values with a different dtype than the model: stored values, and the values that every cache reads."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="there is no C++ co
 
 
 def in_bytes(x: Tensor) -> Tensor:
-    """`x` rounded to 8 bits, in its stored form."""
+    """Return `x` rounded to 8 bits, in its stored form."""
     return to_stored(x, torch.empty(0, stored_size(x.shape[-1], torch.int8), dtype=torch.int8))
 
 
 def test_each_block_of_32_is_rounded_to_the_nearest_of_255_levels() -> None:
-    """Blocks from 1e-30 to 1e30 in one line, whose last block has 16 elements."""
+    """The row has blocks from 1e-30 to 1e30, and its last block has 16 elements."""
     x = torch.randn(50, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x *= torch.logspace(-30, 30, 150, dtype=torch.float64).view(50, 3).repeat_interleave(32, 1)[:, :80]
     back = from_stored(in_bytes(x), torch.float64)
@@ -57,7 +57,7 @@ def test_halves_are_rounded_to_even_and_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_line_that_is_not_finite_stays_so(bad: float) -> None:
+def test_a_row_with_a_non_finite_value_stays_non_finite(bad: float) -> None:
     x = torch.ones(3, 16)
     x[1, 5] = bad
     back = from_stored(in_bytes(x), torch.float32)
@@ -67,7 +67,7 @@ def test_a_line_that_is_not_finite_stays_so(bad: float) -> None:
 
 @needs_kernels
 def test_the_kernels_round_like_torch() -> None:
-    """Keys and values of the first layer, whose input does not depend on the cache."""
+    """Compare keys and values of the first layer, because its input does not depend on the cache."""
     sizes = replace(BASE, **MODELS["no size in whole lanes"])
     slabs = []
     for stored in (torch.float32, torch.int8):
@@ -90,10 +90,10 @@ def test_the_kernels_round_like_torch() -> None:
         pytest.param(SharedSlabCache, torch.float16, True, marks=[needs_kernels, pytest.mark.slow]),
     ],
 )
-def test_rows_see_what_is_stored_however_far_the_text_has_come(
+def test_rows_see_the_stored_values_at_any_text_length(
     kind: type[SlabCache], stored: torch.dtype, kernel: bool
 ) -> None:
-    """Prefill, trees and commits, up to and over the end of a ring of 1024 columns."""
+    """Run prefill, trees and commits, up to and past the end of a ring buffer of 1024 columns."""
     rng, dtype = random.Random(1), torch.float32 if kernel else torch.float64
     witness = Witness(1, dtype, kind, stored, kernel)
     slot = witness.acquire()
@@ -116,8 +116,8 @@ def test_rows_see_what_is_stored_however_far_the_text_has_come(
 
 @needs_kernels
 @pytest.mark.parametrize(("name", "kind"), [("llama", SharedSlabCache), ("gemma2", SlabCache), (GPT_OSS, SlabCache)])
-def test_text_with_int8_depends_on_no_draft_batch_or_cached_prefix(name: str, kind: type[SlabCache]) -> None:
-    """Full attention, windows with a bound of the scores, and windows with sinks."""
+def test_text_with_int8_does_not_depend_on_drafts_batches_or_cached_prefixes(name: str, kind: type[SlabCache]) -> None:
+    """The models have full attention, windows with softcaps, and windows with sinks."""
     target = native(replace(BASE, **MODELS[name]), kv_dtype=torch.int8)
     target._cache_type = kind
     assert guarantee(target) == "bits"
@@ -138,7 +138,7 @@ def test_text_with_int8_depends_on_no_draft_batch_or_cached_prefix(name: str, ki
 
 @pytest.mark.parametrize("make", [tiny_hybrid, partial(decoder, "deepseek v3")], ids=["recurrent", "latent"])
 def test_models_that_torch_runs_store_int8_too(make: Callable[[], Decoder]) -> None:
-    """Attention beside recurrent states, and latent vectors that are keys and values at once."""
+    """The models have attention with recurrent states, and latent vectors that are both keys and values."""
     target, prompt, how = copy(make()), [1, 5, 9, 5], Sampling(max_new_tokens=20, ignore_eos=True)
     target.kv_dtype = torch.int8
     assert {x.dtype for slab in filled(target).slabs for x in slab.tensors} == {torch.int8}
@@ -147,7 +147,7 @@ def test_models_that_torch_runs_store_int8_too(make: Callable[[], Decoder]) -> N
     assert run(target, prompt, how, drafter, DraftBudget(8, 3, 2))[0] == reply
 
 
-def test_memory_is_counted_as_it_is_allocated() -> None:
+def test_counted_memory_equals_allocated_memory() -> None:
     for stored, size in ((torch.int8, 8 + 4), (torch.float32, 4 * 8), (None, 8 * 8)):
         target = Decoder(TINY, random_tensors(TINY), torch.float64, CPU, kv_dtype=stored)
         cache = filled(target)

@@ -13,7 +13,7 @@ from tests.support.trees import drafts, path_to
 
 
 @given(drafts(most=20), st.integers(0, 3), st.integers(0, 1))
-def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft, padding: int, length: int) -> None:
+def test_ancestors_have_the_order_and_pairs_of_plain_decoding(draft: Draft, padding: int, length: int) -> None:
     rows = len(draft.tokens) + 1
     laid = layout((-1, *draft.parents, *[-1] * padding), length)
     for row in range(rows):
@@ -38,7 +38,7 @@ def test_ancestors_lie_in_order_and_in_the_pairs_of_plain_decoding(draft: Draft,
 def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
     draft: Draft, fillers: int, length: int, data: st.DataObject
 ) -> None:
-    """A tree may be fed in any number of passes, fillers behind each of them: then the slab holds its layout."""
+    """A tree can be fed in any number of passes, each with padding rows. The slab must then have the tree's layout."""
     parents = (-1, *draft.parents)
     cuts = sorted({0, len(parents), *data.draw(st.lists(st.integers(1, len(parents)), max_size=4))})
     slab: dict[int, int] = {}
@@ -58,7 +58,7 @@ def test_rows_lie_where_they_lay_when_the_tree_was_smaller(
 
 
 @pytest.mark.parametrize("parents", [(-1,), (-1, -1), (-1, 0), (-1, 0, 1, 2, 3), (-1, -1, -1)])
-def test_chains_and_padding_lie_as_they_come(parents: tuple[int, ...]) -> None:
+def test_chains_and_padding_keep_their_order(parents: tuple[int, ...]) -> None:
     for length in (0, 1):
         assert layout(parents, length).rows == tuple(range(len(parents)))
 

@@ -1,4 +1,4 @@
-"""A pass is committed once, and only while it is its slot's latest: for every kind of cache."""
+"""Every kind of cache commits a pass only once, and only if it is the latest pass of its slot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CACHES: dict[str, Callable[[], SlabCache]] = {
 
 
 def begun(cache: SlabCache, *slots: int) -> Rows:
-    """Begin a pass over a tree after each slot's text. Returns its rows."""
+    """Begin a pass over a tree after each slot's text. Return its rows."""
     lengths = [cache.lengths[slot] for slot in slots]
     rows = pack([3] * len(slots), [Draft((5, 6), (0, 0))] * len(slots), slots, lengths, CPU)
     cache.begin(rows)

@@ -23,7 +23,7 @@ TOY = tiny_target(context_length=2048)
 
 
 def fed(tokens: list[int], target: Decoder = TOY) -> tuple[SlabCache, int]:
-    """A cache that holds the tokens, fed in one chunk."""
+    """Return a cache with the tokens, which were fed in one chunk."""
     cache = target.new_cache()
     slot = cache.acquire()
     rows = pack_prefix(tokens, slot, 0, CPU)
@@ -33,14 +33,14 @@ def fed(tokens: list[int], target: Decoder = TOY) -> tuple[SlabCache, int]:
 
 
 def logits_after(tokens: list[int]) -> torch.Tensor:
-    """[V] after the last of the tokens, fed plainly."""
+    """Return the logits [V] after the last token, from one pass over all tokens."""
     cache, slot = fed(tokens[:-1])
     rows = pack([tokens[-1]], [Draft()], [slot], [len(tokens) - 1], CPU)
     return TOY.forward(rows, cache, Want()).logits[0, 0]
 
 
 @given(drafts(most=9), st.integers(1, 20), st.data())
-def test_a_nodes_logits_equal_its_path_fed_plainly(draft: Draft, length: int, data: st.DataObject) -> None:
+def test_a_nodes_logits_equal_the_logits_of_its_path(draft: Draft, length: int, data: st.DataObject) -> None:
     prefix = [(3 * i + 1) % 37 for i in range(length)]
     cache, slot = fed(prefix)
     rows = pack([5], [draft], [slot], [length], CPU)
@@ -106,13 +106,13 @@ def in_memory(limit: int = 2**16) -> SlabCache:
 
 
 POSITION = 2 * 2 * 2 * 8 * 4
-"""Bytes of a position in a cache of `in_memory`."""
+"""Bytes per position in a cache of `in_memory`."""
 LENGTHS = (30_000, *(100 + 40 * i for i in range(15)))
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_memory_is_the_sum_of_the_texts_own_lengths(known: bool) -> None:
-    """In steps, and a quarter more at most where a text has outgrown what its prompt asked for."""
+def test_memory_is_the_sum_of_the_lengths_of_texts(known: bool) -> None:
+    """Memory grows in steps, by at most a quarter more if a text exceeds the size that its prompt requested."""
     cache = in_memory()
     slots = [cache.acquire(n if known else 0) for n in LENGTHS]
     for slot, n in zip(slots, LENGTHS, strict=True):
@@ -200,7 +200,7 @@ def test_a_fork_for_which_there_is_no_memory_takes_no_slot(monkeypatch: pytest.M
     assert all(map(torch.equal, cache.save(other).tensors, cache.save(slot).tensors))
 
 
-def test_growth_keeps_what_was_written() -> None:
+def test_growth_keeps_written_rows() -> None:
     text = [(5 * i) % 37 for i in range(300)]
     cache, slot = fed(text[:200])
     rest = TOY.forward(pack_prefix(text[200:], slot, 200, CPU), cache, Want()).logits[0, -1]
@@ -216,8 +216,8 @@ def test_a_released_slot_is_used_again_and_starts_empty() -> None:
     assert cache.acquire() != slot
 
 
-def test_room_that_no_text_has_reached_costs_nothing() -> None:
-    """Pages of 4 KiB, or 2 MiB where the system gives large ones; zeros would be written to all 512 MiB."""
+def test_unused_positions_cost_no_memory() -> None:
+    """Only touched pages (4 KiB, or 2 MiB for large pages) use memory. Writing zeros would touch all 512 MiB."""
     resource = pytest.importorskip("resource")
     cache = SlabCache([LayerAttention(1.0)] * 32, 2, 64, 2**20, torch.float32, CPU)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -239,7 +239,7 @@ FAST = {(3, 1), (1700, 150), (1700, 1100)}
     ],
 )
 def test_loaded_rows_are_seen_as_they_were_written(length: int, back: int) -> None:
-    """By layers that see all, 20 and 700 positions, whose rings (1024 and 1536) have wrapped or not, and wrap later."""
+    """Check layers with windows of 20, 700 and all positions, before and after their rings (1024 and 1536) wrap."""
     witness = Witness()
     cache, slot = witness.cache, witness.acquire()
     grow(witness, slot, length)
@@ -248,7 +248,7 @@ def test_loaded_rows_are_seen_as_they_were_written(length: int, back: int) -> No
     saved, goal = cache.save(slot), max(1, cache.lengths[slot] - back)
     other = witness.acquire()
     history = {slot: witness.history[slot], other: witness.history[slot]}
-    # Another slot, one that is alone in a cache as new, and what had already been loaded once.
+    # Another slot, the only slot of a new cache, and saved rows that had already been loaded once.
     for _ in range(3):
         kept = cache.load(other, saved, goal)
         assert kept == (goal if saved.holds(goal, 0) else 0)
@@ -270,7 +270,7 @@ def test_loaded_rows_are_seen_as_they_were_written(length: int, back: int) -> No
 
 
 def grow(witness: Witness, slot: int, count: int) -> None:
-    """Prefill `count` more tokens of a slot."""
+    """Prefill `count` more tokens in a slot."""
     for done in range(0, count, 200):
         chunk = [0] * min(200, count - done)
         rows = pack_prefix(chunk, slot, witness.cache.lengths[slot], CPU)
@@ -288,7 +288,7 @@ def test_saved_rows_are_a_copy_without_spare_memory() -> None:
     assert all(map(torch.equal, saved.tensors, before))
 
 
-def test_no_memory_is_a_typed_error() -> None:
+def test_running_out_of_memory_is_a_typed_error() -> None:
     cache = SlabCache([LayerAttention(1.0)] * 2**8, 2**16, 2**16, 2**20, torch.float32, CPU)
     with pytest.raises(OutOfMemory, match="KV cache"):
         cache.acquire()

@@ -1,4 +1,4 @@
-"""States roll back: whatever was drafted, a text goes on from the state of the tokens that were accepted."""
+"""Rollback of states: after any draft, a text continues from the state after the accepted tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_hybrid_keeps_the_contract_of_a_target(kind: str, clause: str) -> None
 @pytest.mark.parametrize("hybrid", HYBRIDS)
 @pytest.mark.parametrize("kind", [Kept, Twice, Sibling])
 def test_the_check_notices_a_state_that_is_not_rolled_back(kind: type[StateCache], hybrid: str) -> None:
-    with pytest.raises(AssertionError, match="not the logits of plain feeding"):
+    with pytest.raises(AssertionError, match="the logits differ from plain feeding"):
         check_clause("commits", lambda: broken(kind, hybrid=HYBRIDS[hybrid]), tolerance=1e-9)
 
 
@@ -47,7 +47,7 @@ def fed(tokens: Sequence[int], target: Any = TARGET) -> tuple[KVCache, int]:
 
 
 def feed(cache: KVCache, slot: int, tokens: Sequence[int], target: Any = TARGET) -> int:
-    """Feed what the slot lacks."""
+    """Feed the tokens that are missing in the slot."""
     while (done := cache.lengths[slot]) < len(tokens):
         chunk = tokens[done : chunk_end(done)]
         rows = pack_prefix(chunk, slot, done, CPU)
@@ -62,7 +62,7 @@ def logits(cache: KVCache, slot: int, draft: Draft = Draft(), target: Any = TARG
     return out
 
 
-def test_a_pass_that_is_not_committed_leaves_no_trace() -> None:
+def test_an_uncommitted_pass_leaves_no_trace() -> None:
     cache, slot = fed(text(20))
     before = logits(cache, slot)
     for draft in (TREE, Draft.chain([1, 2, 3])):
@@ -96,7 +96,7 @@ def test_the_state_after_a_draft_has_the_bits_of_its_tokens_fed_without_the_draf
     cache.commit(rows, [(2, 4, 5)])
     ours, theirs = cache.save(slot), cache.save(alone)
     assert sorted(ours.states) == [CHECKPOINT, CHECKPOINT + 2], "the draft went past a checkpoint"  # type: ignore[attr-defined]
-    # The products differ in the last bits in float64, for which there are none that keep them: not the states.
+    # In float64, products differ in the last bits, because no kernels keep them. The states do not differ.
     for one, other in zip(ours.tensors, theirs.tensors, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -116,8 +116,8 @@ def test_a_slot_goes_back_to_the_nearest_checkpoint() -> None:
     assert cache.lengths[slot] == 300
 
 
-def test_checkpoints_within_a_pass_hold_their_own_state() -> None:
-    """Rows that pass a checkpoint, and a slot that goes back to it; with a negative control."""
+def test_checkpoints_within_a_pass_store_their_own_states() -> None:
+    """Feed rows past a checkpoint, and return a slot to it. There is a negative control."""
     for kind, right in ((StateCache, True), (Forgets, False)):
         target = broken(kind)
         cache, slot = fed(text(CHECKPOINT - 2), target)
@@ -142,7 +142,7 @@ def rules() -> dict[str, MatrixState]:
     delta, mamba = TARGET._stack._recurrences[0], tiny_mamba()._stack._recurrences[1]
     assert isinstance(delta, DeltaRule)
     assert isinstance(mamba, Selective)
-    return {"delta": delta, "tiled": DeltaRule(replace(DELTA, tiled=True), delta._convolution), "mamba": mamba}
+    return {"delta": delta, "tiled": DeltaRule(replace(DELTA, tiled=True), delta.convolution), "mamba": mamba}
 
 
 @pytest.mark.parametrize("name", ["delta", "tiled", "mamba"])
@@ -163,7 +163,7 @@ def test_a_prompt_taken_in_chunks_is_a_prompt_taken_one_by_one(name: str) -> Non
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 300, 512, 1100])
-def test_a_slot_keeps_no_more_states_than_are_counted(length: int) -> None:
+def test_a_slot_keeps_at_most_the_counted_states(length: int) -> None:
     cache, slot = fed(text(length))
     logits(cache, slot)
     rows = pack([3], [Draft()], [slot], [length], CPU)

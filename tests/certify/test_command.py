@@ -107,7 +107,7 @@ def test_a_server_without_a_known_switch_needs_a_plain_side(tiny: None) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"quick": True, "full": True}, "exclude each other"),
+        ({"quick": True, "full": True}, "does not work with"),
         ({"concurrency": 17}, "--concurrency must be 1 to 16"),
         ({"near_tie": -1.0}, "--near-tie"),
         ({"api": "chats"}, "--api"),

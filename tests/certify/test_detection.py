@@ -1,4 +1,4 @@
-"""A detector must be shown to detect: planted faults are found, and clean endpoints pass."""
+"""The checks find planted faults, and pass clean endpoints."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.support.cover import some
 from tests.support.fake_endpoint import FAULTS, FakeEndpoint
 
 TEXTS = WorkSizes(13, 40, 1, 1, 1, 1, 1, 1000)
-"""Enough for faults that change greedy texts or features."""
+"""Enough work for faults that change greedy texts or features."""
 SAMPLES = WorkSizes(5, 16, 2, 100, 24, 1, 1, 1000)
-"""Enough for faults of sampling only."""
+"""Enough work for faults of sampling."""
 LARGE = WorkSizes(39, 160, 4, 300, 24, 8, 1, 1000)
-"""Needed for faults of long replies, of long prompts, and of few positions."""
+"""Work that faults of long replies, long prompts, or few positions need."""
 
 SAMPLED = {"temperature_twice", "top_p_ignored", "drop_residual", "late_sampling", "late_distribution"}
 HIDDEN = {"late", "long_prompt", "greedy_sampling"}
-"""Faults that the small amounts of work do not find."""
+"""Faults that need the large amount of work."""
 FAST = [
     *("one_percent", "off_by_one_commit", "accepts_runner_up", "temperature_twice", "top_p_ignored"),
     *("late_sampling", "late_distribution"),
     *("stop_inside_block", "draft_logprobs", "lost_chunk", "counts_drafts", "row_swap"),
 ]
-"""Faults of the fast tier: one of each kind."""
+"""Faults in the fast tier, one of each kind."""
 PARTS = {
     "stop_inside_block": ("features", "stop strings"),
     "stop_across_tokens": ("features", "stop strings"),
@@ -64,7 +64,7 @@ PARTS = {
     "late_sampling": ("sampled", "long texts"),
     "late_distribution": ("sampled", "long texts"),
 }
-"""Fault -> a check that must fail, where it is clear which."""
+"""Fault -> a check that must fail, if a specific check must."""
 
 
 def certified(sizes: WorkSizes, **endpoint: Any) -> Certificate:
@@ -114,7 +114,7 @@ def test_a_clean_endpoint_passes(endpoint: dict[str, Any], verdict: str) -> None
 
 @pytest.mark.parametrize(("fault", "found"), [("late_sampling", True), ("late_distribution", False)])
 def test_without_echo_each_side_scores_its_own_texts(fault: str, found: bool) -> None:
-    """A side that reports the log-probabilities of its wrong distribution deceives this, but not the plain side."""
+    """This check misses a side that reports log-probabilities of its own wrong distribution."""
     certificate = certified(SAMPLES, fault=fault, refused=("echo",))
     assert certificate.scored is not None
     assert not certificate.scored.by_plain
@@ -124,7 +124,7 @@ def test_without_echo_each_side_scores_its_own_texts(fault: str, found: bool) ->
 
 @pytest.mark.parametrize(("endpoint", "is_real"), [({"fault": "stale_cache"}, True), ({"rounding": 0.02}, False)])
 def test_likely_tokens_need_no_alternatives(endpoint: dict[str, Any], is_real: bool) -> None:
-    """A token with more than half of the probability is no near-tie, even if the server names no other token."""
+    """A token with more than half of the probability is not a near tie, even if the server reports no alternatives."""
     server = FakeEndpoint(**endpoint)
 
     def without_top(method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
@@ -166,7 +166,7 @@ def test_refused_fields_are_not_offered() -> None:
     assert skipped == {"stop strings", "tool calls"}
 
 
-def test_fields_that_break_the_server_on_both_sides_are_not_offered() -> None:
+def test_fields_that_break_both_sides_of_the_server_are_not_offered() -> None:
     certificate = certified(TEXTS, rounding=0.02, broken=("logprobs", "stop"))
     states = {check.name: check.state for check in certificate.checks()}
     assert {states[name] for name in ("stop strings", "logprobs", "top_logprobs", "long texts")} == {"skip"}
@@ -182,8 +182,8 @@ def test_prompts_that_are_too_long_are_left_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [{}, {"own_noise": True}, {"rounding": 0.03}, {"noise": 0.05, "own_noise": True}])
-def test_there_is_no_false_alarm_in_fifty_runs(noise: dict[str, Any]) -> None:
-    """Four kinds of clean endpoints, 200 runs together."""
+def test_fifty_runs_have_no_false_alarm(noise: dict[str, Any]) -> None:
+    """There are four kinds of clean endpoints, with 200 runs in total."""
     alarms = {seed: failures(certified(SAMPLES, seed=seed, **noise)) for seed in range(50)}
     assert {seed: alarm for seed, alarm in alarms.items() if alarm} == {}
 
@@ -206,4 +206,4 @@ def test_checks_without_time_are_reported() -> None:
     assert verdict == "inconclusive"
     assert "time" in reason
     assert certificate.exit_code == 4
-    assert sum(check.detail == "there was no time for it" for check in certificate.checks()) == 13
+    assert sum(check.detail == "there was no time left" for check in certificate.checks()) == 13

@@ -1,4 +1,4 @@
-"""The tests that certificates rest on."""
+"""The statistical tests behind certificates."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_chi_square_finds_a_shift_and_passes_equal_distributions() -> None:
 
 
 @pytest.mark.slow
-def test_the_stated_power_is_the_power() -> None:
-    """A shift of the stated size is found in about 95 % of trials, at the stated error rate."""
+def test_the_stated_power_is_correct() -> None:
+    """About 95 % of trials find a shift of the stated size, at the stated error rate."""
     draw, weights, alpha = random.Random(2), (8, 6, 4, 2, 1), 0.001
     sample = [(draw.choices("abcde", weights, k=300), draw.choices("abcde", weights, k=300)) for _ in range(4)]
     shift = statistics.detectable(sample, alpha)

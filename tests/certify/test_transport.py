@@ -20,7 +20,7 @@ from paceline.errors import InvalidOption
 
 @contextmanager
 def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Serve connections with a function. Yields the address of the API."""
+    """Serve connections with a function. Yield the address of the API."""
     listener = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()
 
@@ -45,7 +45,7 @@ def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def drip(connection: socket.socket, head: bytes, whole: list[bool]) -> None:
-    """Send for a minute. `whole` tells then that nobody has closed the connection."""
+    """Send bytes for a minute. `whole` is set if the client did not close the connection."""
     connection.sendall(head)
     for _ in range(1200):
         time.sleep(0.05)
@@ -62,7 +62,7 @@ def test_an_answer_that_drips_ends_at_the_time_limit(head: bytes) -> None:
     assert not whole, "it ended with the server's last byte"
 
 
-def test_an_endless_answer_is_cut() -> None:
+def test_an_endless_answer_is_cut_off() -> None:
     def endless(connection: socket.socket) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
         while True:
@@ -130,7 +130,7 @@ def test_numbers_that_are_not_finite_are_ignored() -> None:
     assert (reply.tokens, reply.prompt_tokens) == (None, None)
 
 
-def test_a_key_that_a_server_quotes_is_hidden() -> None:
+def test_keys_in_server_messages_are_hidden() -> None:
     body = b'{"error": {"message": "wrong key sk-secret"}}'
     head = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body)
     with raw_server(lambda connection: connection.sendall(head + body)) as base, pytest.raises(NotOffered) as caught:

@@ -1,4 +1,4 @@
-"""Adapters written by PEFT, kept apart from the weights: logits equal PEFT's, sums are correct, the rest is refused."""
+"""Unmerged adapters written by PEFT: logits equal PEFT's, sums are correct, and unsupported adapters are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_logits_equal_the_merged_model(tmp_path: Path, variant: str) -> None:
 
 
 def test_modules_of_renamed_families_are_found(tmp_path: Path) -> None:
-    """LFM2 has names of its own, in the adapter's file and in its patterns."""
+    """LFM2 uses its own names in the adapter's file and in its patterns."""
     torch.manual_seed(0)
     sizes = SIZES | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_L_cache": 3}
     model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, tie_word_embeddings=True)).eval()
@@ -183,7 +183,7 @@ def test_replies_name_their_adapter(tmp_path: Path, quantize: Any) -> None:
 
 
 def gpt2(seed: int = 0) -> Any:
-    """A tiny GPT-2, which transformers runs."""
+    """Return a tiny GPT-2, which transformers runs."""
     torch.manual_seed(seed)
     sizes = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
     config = transformers.GPT2Config(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
@@ -191,7 +191,7 @@ def gpt2(seed: int = 0) -> Any:
 
 
 def peft_model(**options: Any) -> Any:
-    """The model has two adapters, and the first is active."""
+    """Return a model with two adapters. The first one is active."""
     plain: dict[str, Any] = {"target_modules": ["c_attn", "c_fc"], "r": 4, "lora_alpha": 30}
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(**plain | options), adapter_name="one")
     model.add_adapter("two", peft.LoraConfig(**plain | options | {"target_modules": ["c_proj"]}))
@@ -203,7 +203,7 @@ def peft_model(**options: Any) -> Any:
 
 
 def test_a_peft_model_runs_through_transformers() -> None:
-    # The same model as a drafter: it knows no adapters.
+    # The same model as a drafter, which has no adapters.
     from paceline.models.transformers import CausalLM
 
     drafter = DraftModel(CausalLM(gpt2()), 37)

@@ -1,4 +1,4 @@
-"""Folders in Hugging Face's layout, whole and damaged."""
+"""Valid and damaged folders in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENSORS = {"model.norm.weight": torch.arange(4.0), "lm_head.weight": torch.ones(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A complete little checkpoint with one safetensors file."""
+    """Return a small complete checkpoint with one safetensors file."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     Backend(models.BPE(vocab={"a": 0, "b": 1, "c": 2}, merges=[])).save(str(tmp_path / "tokenizer.json"))
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """The same tensors over two files; returns the index's weight_map."""
+    """Split the tensors into two files. Return the weight_map of the index."""
     (folder / "model.safetensors").unlink()
     where = {}
     for number, (name, tensor) in enumerate(TENSORS.items()):
@@ -123,7 +123,7 @@ def test_missing_files(folder: Path, name: str, error: type[Exception]) -> None:
         open_checkpoint(folder)
 
 
-def test_pickles_need_a_word(folder: Path) -> None:
+def test_pickles_need_allow_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(TENSORS, folder / "pytorch_model.bin")
     with pytest.raises(UnsupportedModel, match="allow_pickle"):

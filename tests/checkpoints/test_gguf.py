@@ -1,4 +1,4 @@
-"""GGUF files: the container, dequantisation, and the translation to Hugging Face's terms."""
+"""GGUF files: the container, dequantisation, and the conversion to Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_llama3_factors(tmp_path: Path) -> None:
 
 
 def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
-    """llama.cpp stores rows 0, D/2, 1, D/2 + 1, ... of each head; here: which original row stands where."""
+    """llama.cpp stores rows 0, D/2, 1, D/2 + 1, ... of each head. The values are the original row indices."""
     rows = torch.arange(2 * 8)
     paired = torch.stack([rows.view(2, 2, 4)[:, 0], rows.view(2, 2, 4)[:, 1]], dim=-1).flatten()
     assert paired[:8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -190,7 +190,7 @@ def test_unpair_undoes_the_converters_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q4_1, Q.Q8_0])
-def test_codes_lie_as_their_tensors_do(tmp_path: Path, kind: Q) -> None:
+def test_codes_have_the_layout_of_their_tensors(tmp_path: Path, kind: Q) -> None:
     write_gguf(tmp_path / "m.gguf", kind=kind)
     tensors = open_gguf(tmp_path / "m.gguf")[1]
     for name in tensors:
@@ -237,9 +237,7 @@ def test_an_embedding_that_is_no_head_stays_in_the_file(tmp_path: Path, kind: Q)
     assert torch.equal(read_rows(table[tokens.flatten()]).view(2, 2, -1), head.matrix.rows(tokens))
 
 
-def test_a_type_without_kernels_is_quantised_only_if_that_was_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_type_without_kernels_is_quantised_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "packs", lambda number: False)
     write_gguf(tmp_path / "m.gguf", "qwen2", kind=Q.Q4_1)
     tensors = open_checkpoint(tmp_path / "m.gguf").tensors
@@ -253,7 +251,7 @@ def test_a_type_without_kernels_is_quantised_only_if_that_was_asked(
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q8_0, Q.F16])
 def test_requantised_matrices_have_the_bits_asked_for(tmp_path: Path, kind: Q) -> None:
-    """Of a draft model: whatever the file holds, and the output head too."""
+    """This applies to draft models, to any type in the file, and to the output head."""
     write_gguf(tmp_path / "m.gguf", "qwen2", kind=kind, tied=False)
     opened = open_checkpoint(tmp_path / "m.gguf")
     weights = Weights(Quantised(opened.tensors, "int4", requantise=True), torch.float32, torch.device("cpu"))
@@ -367,7 +365,7 @@ def test_the_demo_model_equals_the_gguf_library() -> None:
 
 
 def split(path: Path, folder: Path, count: int) -> list[Path]:
-    """The file in parts, as llama.cpp's gguf-split writes them: all metadata in the first."""
+    """Split the file as llama.cpp's gguf-split does, with all metadata in the first part."""
     reader = gguf.GGUFReader(path)
     parts = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Every GGUF architecture: a random model, stored as llama.cpp's converter lays it out, comes back as it was."""
+"""Every GGUF architecture: a random model in the layout of llama.cpp's converter is read back unchanged."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 16, "rope_parameters": GLOBAL_8},
     ),
 }
-# What transformers' own GGUF code loads as the same model. (It reads Mistral as Llama, rope scaling nowhere,
-# and knows no Mixtral or SmolLM3.)
+# Cases that transformers' own GGUF code loads as the same model. (It reads Mistral as Llama, ignores rope scaling,
+# and does not support Mixtral or SmolLM3.)
 WITNESSED = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "qwen3moe")
 
 
 def random_model(kind: str, options: dict[str, Any]) -> Any:
-    """Norms and biases are random too: at their usual start, all ones or zeros, an exchange would go unseen."""
+    """Return a random model, with random norms and biases, because an exchange of equal values would be invisible."""
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**{**SMALL, **options})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -121,7 +121,7 @@ def random_model(kind: str, options: dict[str, Any]) -> Any:
 
 
 def convert(path: Path, arch: str, config: Any, tensors: dict[str, Tensor]) -> None:
-    """As convert_hf_to_gguf.py lays a model out."""
+    """Write a model in the layout of convert_hf_to_gguf.py."""
     write_file(path, arch, fields_of(arch, config), gguf_tensors(arch, config, tensors))
 
 
@@ -154,7 +154,7 @@ def fields_of(arch: str, c: Any) -> dict[str, Any]:
 
 
 def gguf_tensors(arch: str, config: Any, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Names by the gguf library's own table; query and key rows interleaved, experts stacked, norms plus 1."""
+    """Return tensors with the gguf library's names, interleaved query and key rows, stacked experts, norms plus 1."""
     number = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     stacks: dict[str, list[Tensor]] = {}
@@ -179,7 +179,7 @@ Store = Callable[[str], tuple[Any, Path]]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Case -> its model, and the folder that contains its model.gguf."""
+    """Return case -> its model, and the folder that contains its model.gguf."""
 
     @cache
     def stored(case: str) -> tuple[Any, Path]:
@@ -206,7 +206,7 @@ def test_every_tensor_comes_back(store: Store, case: str) -> None:
     assert_same(dict(open_gguf(folder / "model.gguf")[1]), load_file(folder / "model.safetensors"))
 
 
-# No part of the model, or not told apart by a GGUF.
+# Fields that do not belong to the model, or that a GGUF does not distinguish.
 NOT_COMPARED = {
     *("architectures", "dtype", "pad_token_id", "initializer_range", "transformers_version", "eos_token_id"),
     *("_name_or_path", "router_aux_loss_coef", "router_jitter_noise", "use_bidirectional_attention"),
@@ -246,7 +246,7 @@ def test_a_folder_made_of_it_is_the_same_model(store: Store, case: str, tmp_path
 
 @pytest.mark.parametrize("case", WITNESSED)
 def test_transformers_reads_the_same_tensors_from_the_file(store: Store, case: str) -> None:
-    """So the file is laid out as others expect, and not just as both halves of this test agree."""
+    """This shows that the file has the standard layout, and not only one on which both halves of this test agree."""
     model, folder = store(case)
     witness = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)
     assert_same(witness.state_dict(), model.state_dict())

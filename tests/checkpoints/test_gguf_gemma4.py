@@ -1,4 +1,4 @@
-"""Gemma 4 from GGUF files, laid out as llama.cpp's `conversion/gemma.py` does it, against transformers."""
+"""Gemma 4 from GGUF files in the layout of llama.cpp's `conversion/gemma.py`, compared with transformers."""
 
 from __future__ import annotations
 

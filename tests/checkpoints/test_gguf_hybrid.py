@@ -1,4 +1,4 @@
-"""Hybrids from GGUF files, laid out as llama.cpp's `conversion/qwen.py` does it, against transformers."""
+"""Hybrids from GGUF files in the layout of llama.cpp's `conversion/qwen.py`, compared with transformers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def laid_out(c: Any, tensors: dict[str, Tensor], tiled: bool) -> Iterator[tuple[
 
 
 def write(path: Path, arch: str, theirs: Any, mtp: dict[str, Tensor] | None = None) -> None:
-    """`mtp`: the layer that predicts later tokens, by the names of Qwen's files; None: one that is cut off."""
+    """Write a file. `mtp` has the tensors of the MTP layer by the names of Qwen's files; None truncates the layer."""
     c, mixture = theirs.config, "moe" in arch or arch == "qwen3next"
     experts = (
         {
@@ -164,7 +164,7 @@ def test_the_mtp_layer_equals_the_layer_of_the_safetensors(arch: str, tmp_path: 
 
 
 def test_short_convolutions(tmp_path: Path) -> None:
-    """LFM2, by `conversion/lfm2.py`: layers without key heads do not attend, and the last norm is the embedding's."""
+    """LFM2 in the layout of `conversion/lfm2.py`: layers without key heads have no attention."""
     theirs, _ = models("lfm2")
     c, tensors = theirs.config, theirs.state_dict()
     fields = config_fields(c) | {

@@ -1,4 +1,4 @@
-"""Latent attention from GGUF files, laid out as `conversion/deepseek.py` of llama.cpp does it, against transformers."""
+"""Latent attention from GGUF files in the layout of llama.cpp's `conversion/deepseek.py`, against transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = ["deepseek v2", "deepseek v2, no query latent, groups, stretched", "deep
 
 
 def laid_out(c: Any, tensors: Mapping[str, Tensor], split: bool) -> Iterator[tuple[str, Tensor]]:
-    """By the converter's names for transformers' ones. `split`: keys and values of latents in stacks by head."""
+    """Return tensors by the converter's names. `split` stores the latents' keys and values in stacks by head."""
     for source, x in tensors.items():
         name = source.replace("correction_bias", "correction.bias")
         if found := re.fullmatch(r"(.*)\.experts\.gate_up_proj", name):

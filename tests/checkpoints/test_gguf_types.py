@@ -167,7 +167,7 @@ def test_floats_have_no_codes(tmp_path: Path) -> None:
     assert read_gguf(tmp_path / "t.gguf").tensors["t"].codes() is None
 
 
-def test_codes_of_a_part_of_a_stack(tmp_path: Path) -> None:
+def test_a_part_of_a_stack_keeps_its_codes(tmp_path: Path) -> None:
     store(tmp_path / "t.gguf", random_blocks(Q.Q4_1).reshape(3, 2, -1), Q.Q4_1)
     whole = read_gguf(tmp_path / "t.gguf").tensors["t"]
     for index in range(3):

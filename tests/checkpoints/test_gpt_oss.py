@@ -83,7 +83,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def write_gguf(path: Path, c: Any, tensors: dict[str, Tensor], packed: dict[str, Tensor]) -> None:
-    """As convert_hf_to_gguf.py lays it out."""
+    """Write a model in the layout of convert_hf_to_gguf.py."""
     words = {"model": "gpt2", "pre": "gpt-4o", "tokens": [*(f"t{i}" for i in range(96)), "t0t1", *HARMONY]}
     words |= {"merges": ["t0 t1"], "eos_token_id": 97}
     fields = (
@@ -119,7 +119,7 @@ def _codes(packed: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
 
 
 def repacked(blocks: Any, scales: Any) -> Any:
-    """ggml's blocks: the exponent, then 16 bytes whose low halves come before all high ones. Value by value."""
+    """Build ggml's blocks value by value: an exponent, then 16 bytes, with all low halves before all high halves."""
     codes = np.zeros((*blocks.shape[:3], 32), np.uint8)
     codes[..., 0::2], codes[..., 1::2] = blocks % 16, blocks // 16
     data = np.concatenate([scales[..., None], codes[..., :16] + 16 * codes[..., 16:]], -1)
@@ -135,12 +135,12 @@ def logits_of(loaded: Loaded, tokens: list[int]) -> Tensor:
 
 
 def errors_of(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Relative error of each row."""
+    """Return the relative error of each row."""
     return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["mxfp4", "floats", "gguf"])
-def test_every_layout_is_the_model_of_transformers(files: Files, which: int) -> None:
+def test_every_layout_equals_transformers_model(files: Files, which: int) -> None:
     loaded = load_model(files[which], dtype="float32", device="cpu")
     right = expected(files[3], text(60))
     assert errors_of(logits_of(loaded, text(60)), right).max() < 1e-4
@@ -178,7 +178,7 @@ def test_experts_run_on_the_codes_that_they_are_stored_in(files: Files, which: i
     assert isinstance(mixture, Mixture)
     dense: Any = mixture.experts[0]
     assert dense.gate_up.both.matrix.kinds == dense.down.matrix.kinds == (64 + 39,)
-    # A row whose experts rounding exchanges is another one.
+    # Exclude rows for which rounding changes the experts.
     assert errors_of(logits_of(loaded, text(60)), expected(files[3], text(60))).median() < 0.1
 
 
@@ -193,7 +193,7 @@ def test_drafts_change_no_text(files: Files, shape: DraftBudget) -> None:
 
 
 def test_a_message_ends_no_reply(files: Files) -> None:
-    """`<|end|>`, which ends a reply of other models, is followed by the next message here."""
+    """`<|end|>` ends a reply in other models, but here the next message follows."""
     assert open_gguf(files[2])[0]["eos_token_id"] == [97, 98]
 
 
@@ -239,7 +239,7 @@ def test_a_stack_of_endless_experts_is_not_counted_out() -> None:
         ExpertTensors({"model.layers.0.mlp.experts.down_proj": endless})
 
 
-def test_another_swiglu_is_refused(files: Files) -> None:
+def test_an_unknown_swiglu_variant_is_refused(files: Files) -> None:
     from paceline.checkpoints.model_config import read_config
 
     raw = open_checkpoint(files[1]).config

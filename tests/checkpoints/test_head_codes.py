@@ -1,4 +1,4 @@
-"""Heads whose matrices are stored in codes of 4 bits."""
+"""Heads with matrices stored in 4 bits."""
 
 import json
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_a_coded_head_drafts_what_its_floats_draft_at_four_bits(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("target", "asked", "few"), [("int8", "auto", True), ("int8", "none", False), (None, "auto", False)]
 )
-def test_an_eagle_head_of_floats_has_4_bits_with_a_quantised_target(
+def test_a_float_eagle_head_gets_4_bits_with_a_quantised_target(
     target: str | None, asked: Any, few: bool, tmp_path: Path
 ) -> None:
     made(tmp_path / "head", bits=16)
@@ -101,7 +101,7 @@ def test_damaged_codes_are_named(tmp_path: Path) -> None:
         open_head(tmp_path / "head")
 
 
-def test_a_coded_head_is_written_again_as_floats(tmp_path: Path) -> None:
+def test_a_quantised_head_is_saved_as_floats(tmp_path: Path) -> None:
     made(tmp_path / "head")
     head = open_head(tmp_path / "head")
     write_head(tmp_path / "again", head)

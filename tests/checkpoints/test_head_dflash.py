@@ -1,4 +1,4 @@
-"""DFlash heads as z-lab, vLLM and speculators spell them."""
+"""DFlash heads in the formats of z-lab, vLLM and speculators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.random_heads import (
 )
 
 
-def test_dflash_names_the_layers_whose_output_it_takes(tmp_path: Path) -> None:
+def test_dflash_names_the_layers_that_it_reads(tmp_path: Path) -> None:
     own = {"mask_token_id": 63, "target_layer_ids": [1, 4]}
     config = QWEN3 | {"architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": own}
     config |= {"num_target_layers": 8, "layer_types": ["full_attention"] * 2, "use_sliding_window": False}

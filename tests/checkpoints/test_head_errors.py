@@ -1,4 +1,4 @@
-"""Heads that are damaged, incomplete or made for another target: each is one error with its cause and a fix."""
+"""Heads that are damaged, incomplete or made for another target: each gives one error with its cause and a fix."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def configured(folder: Path, **keys: object) -> Path:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Rows 3 and 4 name each other's tokens."""
+    """Exchange the tokens of rows 3 and 4."""
     tokens = torch.arange(16) + x
     tokens[[3, 4]] = tokens[[4, 3]]
     return tokens - torch.arange(16)
@@ -97,7 +97,7 @@ def test_rows_are_missed_where_no_target_can_lend_them(tmp_path: Path) -> None:
         (lambda t: t["d2t"][0].fill_(0), "name different tokens"),
     ],
 )
-def test_a_block_drafter_of_fewer_tokens_needs_their_rows_and_names(
+def test_a_block_drafter_with_fewer_tokens_needs_their_rows_and_ids(
     change: Callable[..., object], said: str, tmp_path: Path
 ) -> None:
     folder = changed(write_head(tmp_path / "head", head_of(replace(BLOCK, draft_vocab=16))), change)
@@ -106,7 +106,7 @@ def test_a_block_drafter_of_fewer_tokens_needs_their_rows_and_names(
 
 
 @pytest.mark.parametrize("path", [(), (0, -1), (True,)])
-def test_a_tree_is_of_paths_of_ranks_whoever_gives_it(path: tuple[int, ...], tmp_path: Path) -> None:
+def test_invalid_paths_of_ranks_are_refused_on_write_and_read(path: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(
         CorruptModel, match=rf"has the path {re.escape(str(list(path)))}; paths must be lists of ranks >= 0"
     ):
@@ -184,7 +184,7 @@ def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
 
 
 class Code:
-    """A function that pickle would run."""
+    """An object with a function that pickle would run."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, ("/tmp/paceline-was-run",)

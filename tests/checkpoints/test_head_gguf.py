@@ -1,4 +1,4 @@
-"""Drafters in GGUF files, laid out as llama.cpp's converter does it (`conversion/llama.py`, `conversion/qwen.py`)."""
+"""Drafters in GGUF files in the layout of llama.cpp's `conversion/llama.py` and `conversion/qwen.py`."""
 
 from __future__ import annotations
 

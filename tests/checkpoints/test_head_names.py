@@ -1,4 +1,4 @@
-"""Learned drafters by name: on the command line, for a target, and as shipped with Paceline."""
+"""Learned drafters by name: on the command line, for a target, and shipped with Paceline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.random_heads import BLOCK, COMPACT, EAGLE, EAGLE3, EXIT, LAYE
 
 
 class Fake(Suffix):
-    """Stands for every drafter of a head, and keeps what it was made of."""
+    """Replaces every learned drafter, and records its arguments."""
 
     def __init__(self, config: HeadConfig, tensors: Any, target: TargetWithHead, **options: float) -> None:
         super().__init__()

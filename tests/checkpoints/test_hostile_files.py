@@ -1,4 +1,4 @@
-"""Model files that a stranger wrote to hang, crash or exhaust the reader: each is one error of one line, and soon."""
+"""Model files that are made to hang, crash or exhaust the reader: each quickly gives an error of one line."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ MOST_BYTES = 256 << 20
 
 @pytest.fixture
 def uncounted() -> None:
-    """For a file of millions of values: a few lines for each are millions."""
+    """Disable the line limit for a file with millions of values."""
 
 
 @pytest.fixture(autouse=True)
 def _bounded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every case runs few lines and makes no large allocation. A case that fails takes the limit, and not all memory
-    of the machine."""
+    """Check that every case runs few lines and makes no large allocation.
+
+    A failing case hits the limit instead of using all memory of the machine.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -63,7 +65,7 @@ def _bounded(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder with no layer's weights: what is wrong must be found before they are looked at."""
+    """Return a model folder without weights of layers. Errors must be found before the weights are read."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SIZES))
     Backend(models.BPE(vocab={"a": 0, "b": 1, "c": 2}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     save_file({"model.norm.weight": torch.ones(48)}, tmp_path / "model.safetensors")
@@ -71,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(act: Callable[[], object]) -> PacelineError:
-    """The error, which is one printable line of reasonable length and names a remedy."""
+    """Return the error. Check that it is one printable line of reasonable length with a fix."""
     with pytest.raises(PacelineError) as caught:
         act()
     assert str(caught.value).isprintable()
@@ -81,7 +83,7 @@ def refused(act: Callable[[], object]) -> PacelineError:
 
 
 def judged(path: Path) -> object:
-    """Do the same as `paceline info` with a model reference."""
+    """Judge a model reference as `paceline info` does."""
     checkpoint = open_checkpoint(resolve(path))
     config = native_config(checkpoint)
     eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
@@ -221,7 +223,7 @@ def test_a_file_that_is_not_utf8_or_not_an_object(folder: Path, name: str) -> No
 
 
 def test_links_to_regular_files_are_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """As the hub's cache holds them."""
+    """The hub's cache contains such links."""
     blob = tmp_path_factory.mktemp("blobs") / "c0ffee"
     (folder / "config.json").rename(blob)
     (folder / "config.json").symlink_to(blob)
@@ -398,7 +400,7 @@ def test_a_gguf_array_of_empty_strings_in_a_sparse_file(tmp_path: Path) -> None:
 
 
 def gguf_of(*fields: tuple[bytes, int, bytes], tensors: int = 0) -> bytes:
-    """A header of fields, each a key, the number of a type, and a value."""
+    """Return a header with fields, each with a key, the number of a type, and a value."""
     head = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(fields))
     return head + b"".join(struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + x for key, kind, x in fields)
 

@@ -1,4 +1,4 @@
-"""`paceline info` and `load` decide in one place how a model runs, or why it does not."""
+"""`paceline info` and `load` share one decision about how a model runs, or why it does not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def save(folder: Path, name: str = "Llama", **changes: Any) -> Any:
-    """A tied model as transformers writes it, and a tokenizer."""
+    """Save a model with tied embeddings with transformers, and a tokenizer."""
     torch.manual_seed(0)
     config = getattr(transformers, name + "Config")(**SIZES | {"tie_word_embeddings": True} | changes)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -42,7 +42,7 @@ def save(folder: Path, name: str = "Llama", **changes: Any) -> Any:
 
 
 def rewrite(folder: Path, change: dict[str, object]) -> None:
-    """Change entries of the config; None takes one out."""
+    """Change entries of the config. None removes an entry."""
     raw = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
@@ -54,7 +54,7 @@ def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) ->
 
 
 def as_head(tensors: dict[str, torch.Tensor]) -> None:
-    """The shared matrix is saved only under the head's name, as some versions of transformers do."""
+    """Save the tied matrix only under the head's name, as some versions of transformers do."""
     tensors[HEAD] = tensors.pop(EMBEDDING)
 
 

@@ -1,4 +1,4 @@
-"""Adapters written by PEFT, merged as PEFT merges them, over tiny random models."""
+"""Adapters written by PEFT and merged into tiny random models, compared with PEFT's merge."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """PEFT warns about tied weights, whose treatment is what some of these tests are about."""
+    """Ignore PEFT's warnings about tied weights, which some of these tests use on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -115,8 +115,8 @@ def test_added_tokens_grow_the_vocabulary(tmp_path: Path, tied: bool, options: d
     check_logits(merged, adapted, 30)
 
 
-def test_weights_stored_the_other_way_round(tmp_path: Path) -> None:
-    """GPT-2's are [in, out]; the decoder does not run it, but its tensors merge like others."""
+def test_transposed_weights_are_merged(tmp_path: Path) -> None:
+    """GPT-2 stores weights as [in, out]. The decoder does not run GPT-2, but its tensors merge like others."""
     from paceline.checkpoints.lora import Merged
 
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_projections_fused_in_the_base(tmp_path: Path) -> None:
 
 
 def test_a_merge_rounds_once(tmp_path: Path) -> None:
-    """A bfloat16 base: the sum is made in float32, and only the model rounds it."""
+    """With a bfloat16 base, the sum is computed in float32, and only the model rounds it."""
     model = base_model(tmp_path / "base").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     train(model, tmp_path / "lora", target_modules=["q_proj"], r=4, lora_alpha=8)
@@ -158,7 +158,7 @@ def test_a_merge_rounds_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A base model and an adapter that names it."""
+    """Return a base model, and an adapter that refers to it."""
     model = base_model(tmp_path / "base")
     train(model, tmp_path / "lora", target_modules=["q_proj", "embed_tokens"], r=4)
     configure(tmp_path / "lora", base_model_name_or_path=str(tmp_path / "base"))
@@ -172,7 +172,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 
 def rewrite(folder: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of layer 0's query; None: drop."""
+    """Replace tensors of layer 0's query projection. None removes a tensor."""
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path) | {f"{Q0}.{name}.weight": tensor for name, tensor in changes.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
@@ -246,7 +246,7 @@ def test_a_gguf_base_merges_by_hugging_face_names(tmp_path: Path) -> None:
     check_logits(open_model(tmp_path / "m.gguf", tmp_path / "lora"), adapted, 5)
 
 
-def test_only_what_an_adapter_leaves_alone_keeps_the_codes_of_its_base(tmp_path: Path) -> None:
+def test_only_matrices_outside_the_adapter_keep_the_codes_of_the_base(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q4_1)
     base = open_checkpoint(tmp_path / "m.gguf")
     sizes = {key: base.config[key] for key in SIZES if key in base.config}
@@ -298,7 +298,7 @@ def test_pickled_adapters_need_a_word(pair: tuple[Path, Path]) -> None:
 
 
 def test_keys_with_the_adapters_name(pair: tuple[Path, Path]) -> None:
-    """Files written from a whole state dict hold "lora_A.default.weight"."""
+    """Files written from a whole state dict contain "lora_A.default.weight"."""
     base, lora = pair
     expected = read_all(open_model(base, lora))
     path = lora / "adapter_model.safetensors"

@@ -35,7 +35,7 @@ VARIANTS = [
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the library from asking the hub. The environment variable would stay in force for the whole process."""
+    """Prevent the library from contacting the hub. The environment variable would affect the whole process."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
@@ -53,19 +53,19 @@ def read_embedding(verifier: Path) -> Tensor:
 
 
 def load(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Their model, and what they say of its tensors."""
+    """Return the library's model, and its report about the tensors."""
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from transformers import PreTrainedModel
 
     config = Eagle3SpeculatorConfig.from_pretrained(str(folder))
     config.transformer_layer_config._attn_implementation = "eager"
-    # Their own from_pretrained cannot return the report.
+    # The library's from_pretrained cannot return the report.
     _, report = PreTrainedModel.from_pretrained.__func__(
         Eagle3DraftModel, str(folder), config=config, output_loading_info=True
     )
     model = Eagle3DraftModel.from_pretrained(str(folder), config=config).eval()
     if "embed_tokens.weight" not in open_head(folder).tensors:
-        # Under transformers 5 a missing tensor is whatever the memory held, and theirs looks for NaN to replace it.
+        # In transformers 5, a missing tensor has arbitrary contents, but the library replaces only NaN.
         torch.nn.init.constant_(model.embed_tokens.weight, torch.nan)
         model.load_verifier_weights()
     return model, report
@@ -106,7 +106,7 @@ def test_heads_that_speculators_saves_read_the_same(config: EagleConfig, verifie
 
 
 def plain(head: HeadFile, c: EagleConfig, taps: Tensor, embedded: Tensor) -> Tensor:
-    """The first step of EAGLE-3 over a whole text, by nothing but the paper: logits [B, T, draft_vocab]."""
+    """Compute the first step of EAGLE-3 over a whole text, as in the paper: logits [B, T, draft_vocab]."""
     weight = {name.removesuffix(".weight"): tensor for name, tensor in head.tensors.items()}
     at = "layers.0."
 

@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests."""
+"""Fixtures for tests of the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.toy_cli import (
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests do not see the user's own configuration."""
+    """Hide the user's own configuration from tests."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
     for name in ("PACELINE_MODEL", "PACELINE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
@@ -33,7 +33,7 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Shop:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The tiny model as a Hugging Face folder."""
+    """Return the tiny model as a Hugging Face folder."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -1,4 +1,4 @@
-"""--adapter: an adapter without a name is merged; a named adapter is kept apart from the model."""
+"""--adapter: an adapter without a name is merged, and a named adapter is not merged."""
 
 from __future__ import annotations
 

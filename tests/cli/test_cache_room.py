@@ -1,4 +1,4 @@
-"""The free memory of machines and containers."""
+"""Free memory of machines and containers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def group(root: Path, line: str, folder: str, **files: object) -> Path:
-    """A root folder with one control group, whose files have these names without `memory.`"""
+    """Create a root folder with one control group. Its files have these names after `memory.`."""
     for name, text in {"proc/self/cgroup": line, **{f"{folder}/memory.{key}": x for key, x in files.items()}}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")

@@ -32,7 +32,7 @@ from tests.support.toy_cli import (
 
 @pytest.fixture
 def asked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """The conversations the model was given."""
+    """Return the list that receives the model's conversations."""
     seen: list[list[dict[str, str]]] = []
     stream = LLM.stream
 

@@ -1,4 +1,4 @@
-"""Commands other than those with a file of tests of their own."""
+"""Commands without a separate test file."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_slow_path_is_told_once_and_info_says_the_same(folder: Path, tmp_pat
         command = [sys.executable, "-m", "paceline", *args]
         return subprocess.run(command, capture_output=True, text=True, check=True, env=env)
 
-    # Through int8 the kernels are wanted on every processor.
+    # With int8, every processor uses the kernels.
     code = f"import paceline; [paceline.load({str(folder)!r}, quantize='int8') for _ in '12']"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stderr
     assert told.count("warning: slow: the layers run on torch") == told.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The configuration file and PACELINE_MODEL: what they say holds unless the command line says otherwise."""
+"""The configuration file and PACELINE_MODEL. The command line overrides both."""
 
 from __future__ import annotations
 

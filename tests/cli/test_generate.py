@@ -195,7 +195,7 @@ def test_a_loop_is_told_that_its_input_was_taken(tmp_path: Path, monkeypatch: py
     with (tmp_path / "q").open() as file:
         monkeypatch.setattr("sys.stdin", file)
         assert single_prompt("one", with_stdin=True) == "one\n\ntwo\nthree"
-    assert said == ["added 2 lines from stdin to the prompt; </dev/null keeps them out"]
+    assert said == ["added 2 lines from stdin to the prompt; </dev/null prevents this"]
     assert "</dev/null" in run("generate", "--help").stdout
 
 
@@ -283,7 +283,7 @@ def test_piped_text_follows_the_prompt(
         assert single_prompt("Summarise", with_stdin=True) == "Summarise\n\nlate"
         closing.join()
     error = capsys.readouterr().err
-    assert error.count("added 1 line from stdin to the prompt; </dev/null keeps them out\n") == 2
+    assert error.count("added 1 line from stdin to the prompt; </dev/null prevents this\n") == 2
     assert "waiting for text on stdin" in error
     assert "not valid Unicode" in run("generate", "-m", "/absent", "\udcff", stdin="x").stderr
     assert not shop.calls, "checked before the model is looked for"

@@ -1,4 +1,4 @@
-"""--json-schema, --regex and --grammar reach the reply."""
+"""--json-schema, --regex and --grammar constrain the reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--help shows everyday options, --help-all every option."""
+"""--help shows common options, and --help-all shows every option."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def shown(*args: str, columns: int = 80) -> str:
 
 
 def options(text: str) -> list[str]:
-    """The first name of each option that a help text lists."""
+    """Return the first name of each option in a help text."""
     return re.findall(r"^│ (?:[* ]  )?(--[a-z-]+)", text, re.MULTILINE)
 
 
 def names(command: str) -> list[str]:
-    """The first name of each option that a command has."""
+    """Return the first name of each option of a command."""
     params = COMMANDS[command].params
     return [param.opts[0] for param in params if param.param_type_name == "option"]
 
@@ -71,4 +71,4 @@ def test_commands_are_listed_with_a_line_each() -> None:
     assert listed == list(COMMANDS) == list(EVERYDAY)
     assert listed[:3] == ["generate", "chat", "serve"]
     assert text.count("│\n") == len(listed), "no description takes a second line"
-    assert text.rstrip().endswith("Options of a command: paceline COMMAND --help")
+    assert text.rstrip().endswith("Show the options of a command: paceline COMMAND --help")

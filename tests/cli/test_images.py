@@ -1,4 +1,4 @@
-"""Images on the command line and in terminal conversations, with a toy that sees."""
+"""Images on the command line and in terminal conversations, with a toy vision model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seeing() -> LLM:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seeing: LLM) -> Any:
-    """Runs a command in a folder with an image, with the toy as the model."""
+    """Return a function that runs a command with the toy model in a folder with an image."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").write_bytes(PNG)
     state = SimpleNamespace(llm=seeing)
@@ -62,8 +62,8 @@ def test_generate_shows_the_model_the_images(run: Any, seeing: LLM) -> None:
     ("words", "error"),
     [
         (("generate", "x", "--image", "none.png"), "cannot read the image none.png"),
-        (("generate", "x", "--image", "a.png", "--raw"), "--image excludes --raw"),
-        (("generate", "--image", "-"), "--image - leaves no stdin for the prompt"),
+        (("generate", "x", "--image", "a.png", "--raw"), "--image does not work with --raw"),
+        (("generate", "--image", "-"), "--image - reads stdin, so the prompt must come from elsewhere"),
         (("generate", "x", "--image", "-", "--image", "-"), "only one image|more than once"),
         (("generate", "x", "--image", "-"), "the image is empty"),
         (("run", "m", "--image", "a.png"), "--image needs a prompt"),

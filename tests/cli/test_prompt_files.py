@@ -27,7 +27,7 @@ ROWS = [
 ]
 
 
-def test_rows_of_all_forms(shop: Shop, tmp_path: Path) -> None:
+def test_rows_with_all_kinds_of_prompts_are_answered(shop: Shop, tmp_path: Path) -> None:
     file = lines(tmp_path / "p.jsonl", *ROWS)
     result = generate("--prompts", file, "--json")
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""The line that tells how much of a long prompt has been read."""
+"""The progress line for a long prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.toys import toy_llm
 
 
 class SlowStream:
-    """A stream whose first chunk comes after its progress has been read twice."""
+    """A stream that yields its first chunk after two reads of its progress."""
 
     def __init__(self, error: bool = False) -> None:
         self._read, self._error = threading.Semaphore(0), error

@@ -26,12 +26,10 @@ from paceline.sampling.parameters import Sampling
 from paceline.types import DraftBudget
 from tests.support.toys import toy_model
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Collect the arguments of `load`, which returns a toy of another size for the model "other"."""
+    """Record the arguments of `load`, which returns a toy of a different size for the model "other"."""
     asked: dict[str, Any] = {}
 
     def load(model: str, *, drafter: Any = None, draft: Any = "auto", **options: Any) -> LLM:
@@ -48,7 +46,7 @@ def run(*args: str) -> Result:
 
 
 _RECORDING = list[bytes]()
-"""The file of `recorded`, once it has been written."""
+"""The file of `recorded`, after its first call."""
 
 
 @pytest.fixture
@@ -128,7 +126,7 @@ def test_replay_predicts_named_drafters(recorded: Path, toy: dict[str, Any]) -> 
         ("ngram+suffix", "7x4x2", True),
     ]
     assert (found["replies"], found["tokens"]) == (3, 72)
-    # The exact one is what generating with that drafter counts.
+    # The exact prediction equals the counts of generating with that drafter.
     loaded = toy_model(context_length=700, layers=2)
     llm = LLM(loaded, make_drafter("suffix", loaded, lambda _: loaded), DraftBudget.chain(4))
     how = Sampling(max_new_tokens=24, ignore_eos=True)
@@ -170,7 +168,7 @@ def test_tune_names_the_model_as_its_user_does(recorded: Path, monkeypatch: pyte
     assert command()[:3] == ["generate", "-m", "demo"], "the recording holds the path"
 
 
-def test_tune_repeats_the_options_that_it_measured_with(recorded: Path) -> None:
+def test_tune_prints_the_options_that_it_measured_with(recorded: Path) -> None:
     done = run(
         "tune", str(recorded), "--drafters", "ngram", "-q", "--dtype", "float32", "--draft-quantize", "none",
         "--threads", "1", "--draft-vocab", "16",
@@ -185,11 +183,11 @@ def test_tune_repeats_the_options_that_it_measured_with(recorded: Path) -> None:
 def test_the_wrong_model_is_refused(recorded: Path) -> None:
     done = run("replay", str(recorded), "-m", "other", "-q")
     assert done.exit_code == 1
-    assert "the recording is of another model, toy" in done.stderr
+    assert "the recording belongs to another model, toy" in done.stderr
 
 
 def test_a_text_that_the_model_would_not_write_is_refused(recorded: Path) -> None:
-    """As of the same model with other weights in the middle, which its fingerprint does not see; or another seed."""
+    """The text is from another seed, or from other weights in the middle, which the fingerprint does not cover."""
     header, *rows = recorded.read_text().splitlines()
     row = json.loads(rows[0])
     row["reply"] = [(token + 1) % 36 for token in row["reply"]]
@@ -231,7 +229,7 @@ class Predicted:
 
 
 class Fake:
-    """Stands in for a `Predictor`: knows how fast each candidate is, and which were replayed over all replies."""
+    """Stands in for a `Predictor`: has a speed for each candidate, and records candidates replayed over all replies."""
 
     def __init__(self, speeds: dict[str, float]) -> None:
         self.speeds, self.long = speeds, list[str]()

@@ -1,4 +1,4 @@
-"""`paceline run`: one answer to a prompt, as `ollama run`, or a conversation."""
+"""`paceline run`: one answer to a prompt, like `ollama run`, or a conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def replies(*args: str, stdin: str | None = None) -> str:
 
 
 def answer(prompt: str, *more: str) -> str:
-    """Return the expected output for a prompt, from another command that takes messages."""
+    """Return the expected output for a prompt, from another command that accepts messages."""
     return run("chat", "-n", "8", "--quiet", *more, stdin=prompt + "\n").stdout.removesuffix("\n")
 
 

@@ -1,4 +1,4 @@
-"""Options of sampling that need the model: its tokenizer or its chat template."""
+"""Sampling options that need the model's tokenizer or chat template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_thinking_budget_needs_a_model_that_reasons() -> None:
         SamplingOptions(thinking_budget=3).resolve(scripted("yes", "go:"))
     with pytest.raises(InvalidOption, match="thinking_budget"):
         SamplingOptions(thinking_budget=-1).check()
-    with pytest.raises(InvalidOption, match="--thinking-budget and a grammar exclude each other"):
+    with pytest.raises(InvalidOption, match="--thinking-budget does not work with a grammar"):
         SamplingOptions(thinking_budget=3, regex="a*").check()
 
 

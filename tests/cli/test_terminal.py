@@ -1,4 +1,4 @@
-"""Replies, statistics and tables as a terminal of any width shows them."""
+"""Replies, statistics and tables in terminals of any width."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_accepted_tokens_are_green_and_no_escape_of_the_model_reaches_a_terminal
 
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, width: int, *pieces: str) -> str:
-    """Return what a terminal of this width is given for a reply that arrives in these pieces."""
+    """Return the output to a terminal of this width for a reply that arrives in these pieces."""
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")
     terminal = Terminal()

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant against transformers', over a tiny Gemma 4."""
+"""Gemma 4's assistant compared with transformers' assistant, for a tiny Gemma 4."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = {key: value for key, value in CASES["gemma4, large"].items() if key != "
 
 @cache
 def tiny(case: str) -> Any:
-    """transformers' assistant of two layers for a target."""
+    """Return transformers' assistant with two layers for a target."""
     torch.manual_seed(1)
     target = transformers_model(case).config
     wide = target.per_layer_config[2]
@@ -56,7 +56,7 @@ def tiny(case: str) -> Any:
     }
     own = transformers.Gemma4TextConfig(**config)
     whole = transformers.Gemma4AssistantConfig(text_config=own, backbone_hidden_size=SIZES["hidden_size"])
-    # transformers 5.23 refuses a model in which all layers share, even its own assistants.
+    # transformers 5.23 refuses models in which all layers share keys, even its own assistants.
     with patch.object(transformers.Gemma4TextConfig, "kv_sharing_modes", ["reuse", "reuse"]):
         made = transformers.Gemma4AssistantForCausalLM(whole)
     for tensor in made.state_dict().values():
@@ -85,7 +85,7 @@ def reference(case: str, tokens: list[int], steps: int) -> tuple[list[torch.Tens
     target, assistant = transformers_model(case), tiny(case)
     out = target(torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
     window = SIZES["sliding_window"]
-    # A row at the position after the text sees one position less of it than the window has.
+    # A row at the position after the text sees one position less of the text than the window size.
     shared = {
         kind: tuple(x[:, :, 1 - window :] if kind == "sliding_attention" else x for x in pair)
         for kind, pair in out.shared_kv_states.items()
@@ -125,7 +125,7 @@ def test_a_chain_equals_the_chain_of_transformers(case: str, length: int, tmp_pa
 
 
 def feed_taps(target: Any, store: Any, slot: int, tokens: list[int]) -> torch.Tensor:
-    """The normed state after a committed chunk."""
+    """Commit a chunk, and return the normed state after it."""
     rows = pack_prefix(tokens, slot, store.lengths[slot], target.device)
     out = target.forward(rows, store, Want(taps=("final",)))
     store.commit(rows, [range(1, len(tokens))])
@@ -173,7 +173,7 @@ def test_a_config_without_layers_is_refused(tmp_path: Path) -> None:
 
 
 class Checked(Assistant):
-    """Compares each draft with the reference's chain. Proposes the correct tokens instead, up to a given number."""
+    """Compares each draft with the reference's chain, but proposes up to a given number of correct tokens instead."""
 
     case, checked = "", 0
     whole: tuple[int, ...] = ()
@@ -189,7 +189,7 @@ class Checked(Assistant):
 
 
 def check_rounds(case: str, folder: Path) -> int:
-    """Compare the drafts of a whole reply whose rounds accept none, some and all tokens. Return the reply's tokens."""
+    """Compare all drafts of a reply in which rounds accept no, some and all tokens. Return the reply's tokens."""
     target, prompt, how = decoder(case), text(11), Sampling(max_new_tokens=24)
     reply = run(target, prompt, how)[0]
     drafting = Checked(saved(case, folder).config, tiny(case).state_dict(), target)  # type: ignore[arg-type]

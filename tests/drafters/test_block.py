@@ -1,4 +1,4 @@
-"""The block drafter against the same network written out densely, over the whole text at once."""
+"""The block drafter compared with a dense version of the same network, over the whole text at once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def expected(dense: Dense, text: Sequence[int], depth: int) -> Tensor:
 
 
 class Watched(Block):
-    """Keeps what was guessed, and after which texts."""
+    """Records the guesses and the texts before them."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -72,8 +72,8 @@ class Watched(Block):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_every_round_guesses_what_the_whole_text_says(config: BlockConfig) -> None:
-    """Ragged requests that share rounds, over many rounds of catching up with trees half accepted."""
+def test_guesses_in_every_round_equal_guesses_from_the_whole_text(config: BlockConfig) -> None:
+    """Ragged requests share rounds, over many rounds that catch up with partly accepted trees."""
     tensors = {name: tensor.double() for name, tensor in block_tensors(config).items()}
     drafter = Watched(config, tensors, TOY)
     prompts = [PROMPT, [3], PROMPT * 5, [7, 7, 8]]
@@ -91,7 +91,7 @@ def test_block_drafters_of_other_kinds_keep_the_contract(config: BlockConfig) ->
     check_drafter(lambda: block(config))
 
 
-def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_hidden_states_are_kept_without_requests_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.drafters.cached.MAX_PENDING", PREFILL_ROWS)
     drafter = block(target=tiny_target(context_length=2048))
     drafter.admit(0, [3])
@@ -103,8 +103,8 @@ def test_few_hidden_states_are_kept_while_nobody_asks_for_a_draft(monkeypatch: p
     assert drafter._cache.lengths[state.cache_slot] + len(state.pending) == 3 * PREFILL_ROWS
 
 
-def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The window's ring wraps several times, and the hidden states of a long prompt are not kept."""
+def test_drafters_catch_up_during_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window's ring buffer wraps several times, and the hidden states of a long prompt are not kept."""
     monkeypatch.setattr("paceline.drafters.cached.MAX_PENDING", PREFILL_ROWS)
     target = tiny_target(context_length=2048)
     tensors = {name: tensor.double() for name, tensor in block_tensors(WINDOWED).items()}
@@ -129,7 +129,7 @@ def test_a_long_prompt_is_caught_up_with_as_it_comes(monkeypatch: pytest.MonkeyP
 
 
 def fitted(text: Sequence[int], steps: int = 60) -> Block:
-    """A drafter that knows one text by heart, as its hidden states and the pending token tell it."""
+    """Return a drafter that predicts one text exactly from its hidden states and the pending token."""
     config = replace(TINY_BLOCK, size=4)
     tensors = {name: tensor.double().requires_grad_() for name, tensor in block_tensors(config, seed=1).items()}
     dense, features = Dense(config, tensors, TOY), taps_of(TOY, text, (0, 1)).clone()
@@ -198,7 +198,7 @@ def test_requests_of_one_round_share_its_passes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_drafts_leave_no_state_behind() -> None:
-    """Asked again, with another budget in between, it says the same; and so does a fork that came before."""
+    """A repeated request gets the same draft, also after another budget, and so does an earlier fork."""
     drafter = block()
     engine = Engine(TOY, drafter, DraftBudget.chain(4))
     sampling = Sampling(temperature=0.8, seed=2)
@@ -214,7 +214,7 @@ def test_drafts_leave_no_state_behind() -> None:
 
 
 def test_draws_of_rejection_come_with_the_q_they_were_drawn_from() -> None:
-    """In the shape of the budget, whatever was drawn, and from what the sampler makes of the head's logits."""
+    """The draft has the budget's shape whatever is drawn. q is the sampler's distribution for the head's logits."""
     tensors = block_tensors()
     drafter = Watched(TINY_BLOCK, tensors, TOY)
     budget = DraftBudget(9, 3, 3)
@@ -254,8 +254,8 @@ def test_tensors_of_another_head_are_refused() -> None:
         block(**{"fc.weight": torch.ones(32, 96)})
 
 
-def test_a_head_of_its_own_chooses_from_fewer_tokens() -> None:
-    """The same guesses as with the target's whole head, where only those tokens may be drafted."""
+def test_a_separate_head_chooses_from_fewer_tokens() -> None:
+    """The guesses equal the target's full head restricted to these tokens."""
     ids = torch.tensor([2, 3, 5, 9, 12, 30, 31])
     head = {"lm_head.weight": TOY.embed(ids), "d2t": ids - torch.arange(7), "t2d": torch.zeros(37, dtype=torch.bool)}
     few, whole = block(replace(TINY_BLOCK, draft_vocab=7), **head), Watched(TINY_BLOCK, block_tensors(), TOY)

@@ -1,4 +1,4 @@
-"""Hidden states that wait until a draft needs them."""
+"""Hidden states that are stored until a draft needs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TAPS = (2, 5, 9)
 
 @torch.inference_mode()
 def test_states_come_out_in_order_whatever_rounds_kept() -> None:
-    """Rounds that kept only row 0 are merged later than the others, but must stay in order."""
+    """Rounds that keep only row 0 are merged later than others, but must stay in order."""
     dice, pending, expected = random.Random(0), PendingStates(), list[torch.Tensor]()
     for _ in range(300):
         count = dice.choice((2, 2, 2, 4, 20))
@@ -32,8 +32,8 @@ def test_states_come_out_in_order_whatever_rounds_kept() -> None:
             expected = expected[number:]
 
 
-def test_few_passes_wait_and_none_that_are_large() -> None:
-    """A view holds all of a pass."""
+def test_only_a_few_small_passes_are_kept() -> None:
+    """A view keeps the memory of its whole pass."""
     pending = PendingStates()
     for _ in range(100):
         pending.add(TAPS, {tap: torch.zeros(2, 8) for tap in TAPS}, ())

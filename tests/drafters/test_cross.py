@@ -1,4 +1,4 @@
-"""A draft model may have any tokenizer: the text stays the target's, and a model that knows the text is believed."""
+"""A draft model can have any tokenizer: the text stays the same, and correct drafts are accepted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(kind: str, seed: int = 0) -> Loaded:
 
 
 def only(tokens: Collection[int]) -> LogitsProcessor:
-    """A processor that lets nothing else through."""
+    """Return a processor that allows only these tokens."""
 
     def ban(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
         kept = torch.full_like(logits, -torch.inf)
@@ -68,7 +68,7 @@ def prompt_of(target: Loaded) -> list[int]:
     together=[("target",), ("draft",), ("way",)],
 )
 def test_any_tokenizer_drafts_for_any_other(target: str, draft: str, way: str) -> None:
-    """Random models write broken characters and stray special tokens, which real ones seldom do."""
+    """Random models write broken characters and stray special tokens, which real models rarely do."""
     ours = model(target)
     drafter = WAYS[way](VocabMap(ours, model(draft, 1)))
     prompt = prompt_of(ours)
@@ -87,7 +87,7 @@ def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
 ) -> None:
     ours = model(kind)
     words = VocabMap(ours, renumbered(tokenizer(kind)))
-    # Of several tokens that say the same, one is drafted.
+    # If several tokens have the same text, one of them is drafted.
     sampling = replace(sampling, processors=[only(words.shared)])
     assert len(words.shared) == len(set(words.target_bytes.values())) + len(ours.tokenizer.special_ids)
     prompt = prompt_of(ours)
@@ -161,7 +161,7 @@ def test_a_token_that_the_draft_lacks_may_be_forced_into_its_draft() -> None:
     forced = next(token for token in words.target_bytes if token not in words.shared)
 
     def force(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
-        """For any logits, a draft model gives the token probability 0."""
+        """The draft model gives the token probability 0 for any logits."""
         return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([forced]), 0.0)
 
     sampling = Sampling(max_new_tokens=8, processors=[force])
@@ -183,7 +183,7 @@ def test_q_is_a_distribution_over_shared_tokens() -> None:
         assert float(q[alien].sum()) == 0
 
 
-def test_text_is_a_draft_without_q() -> None:
+def test_text_is_drafted_without_q() -> None:
     ours = model("byte-level")
     drafter = TextDrafter(VocabMap(ours, model("letters", 1)))
     drafter.admit(0, prompt_of(ours))
@@ -193,8 +193,8 @@ def test_text_is_a_draft_without_q() -> None:
 
 
 @cover(way=[*WAYS], padding={"draft": (0, 7), "target": (7, 0), "both": (3, 50)}, together=[("way",), ("padding",)])
-def test_padded_vocabularies_are_no_trouble(way: str, padding: tuple[int, int]) -> None:
-    """Rows without a token may be drafted, or written."""
+def test_padded_vocabularies_are_supported(way: str, padding: tuple[int, int]) -> None:
+    """Rows without a token can be drafted or written."""
     target, draft = padding
     ours = speaker(tokenizer("byte-level"), 0, target)
     words = VocabMap(ours, speaker(tokenizer("byte-level, small"), 1, draft))

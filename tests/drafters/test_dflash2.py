@@ -1,5 +1,5 @@
-"""DFlash 2: convolutions around each part of its layers, and the path selector, against their formulas element by
-element."""
+"""DFlash 2: the convolutions around each part of its layers, and the path selector, compared element by element with
+their formulas."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tensors_of(config: BlockConfig) -> dict[str, Tensor]:
 
 
 def convolved(x: Tensor, kernels: Tensor, base: Tensor) -> Tensor:
-    """Rows [S, H] by kernels [S, taps, groups], on top of a base [taps, H]."""
+    """Convolve rows [S, H] with kernels [S, taps, groups], added to a base [taps, H]."""
     out, width = torch.zeros_like(x), x.shape[1] // kernels.shape[2]
     for t, channel, tap in product(range(len(x)), range(x.shape[1]), range(len(base))):
         if t >= tap:
@@ -60,7 +60,7 @@ def convolved(x: Tensor, kernels: Tensor, base: Tensor) -> Tensor:
 
 
 def states(config: BlockConfig, w: Mapping[str, Tensor], text: Sequence[int]) -> Tensor:
-    """The states after the last norm [size, H] of the block that begins with the last token of the text."""
+    """Return the states [size, H] after the final norm of the block that begins with the last token of the text."""
     c, size = config.layer, config.size
     taps = taps_of(TOY, text, config.taps)[:-1]  # type: ignore[arg-type]
     context = norm(F.linear(taps, w["fc.weight"]), w["hidden_norm.weight"])
@@ -99,7 +99,7 @@ def states(config: BlockConfig, w: Mapping[str, Tensor], text: Sequence[int]) ->
 
 
 def truth(config: BlockConfig, w: Mapping[str, Tensor], text: Sequence[int], path: Sequence[int]) -> Tensor:
-    """Scores [V] after a text and drafted tokens: S(a, b) = U(b) + <A(a) * H(h), B(b)>, -inf for all but the best."""
+    """Return scores [V] after a text and drafted tokens: S(a, b) = U(b) + <A(a) * H(h), B(b)>, -inf below the best."""
     state = states(config, w, text)[1 + len(path)]
     unary = F.linear(state, TOY.embed(torch.arange(config.layer.vocab_size)).clone())
     name, before = "candidate_selector.", [*text, *path][-1]
@@ -128,7 +128,7 @@ def test_every_row_follows_its_own_parent(name: str, monkeypatch: pytest.MonkeyP
     run_together(engine, [PROMPT, [3, 4], PROMPT * 3], samplings)
     assert {len(path) for _, path, _ in seen} == {0, 1, 2}
     for text, path, row in seen[::11]:
-        # `turned` has its angles in float32, and scores reach 10.
+        # `turned` uses float32 angles, and scores reach 10.
         torch.testing.assert_close(row, truth(config, tensors, text, path), rtol=0, atol=1e-5)
 
 
@@ -151,7 +151,7 @@ def test_a_chain_is_the_walk_along_the_best_pairs() -> None:
     assert alone != path, "the pairs decide something here"
 
 
-def test_a_rule_that_draws_draws_from_the_candidates_and_knows_their_chances() -> None:
+def test_rules_that_draw_use_the_candidates_and_their_probabilities() -> None:
     tensors = tensors_of(PLAIN)
     draft = drafted(PLAIN, tensors, Sampling(temperature=0.7, seed=4, rule="rejection"))
     assert draft.q
@@ -180,8 +180,8 @@ def test_it_keeps_the_contract() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "int4"])
-def test_on_the_cpu_kernels_the_text_is_the_same_too(mode: Mode | None) -> None:
-    """Products run on them, the layers around them in torch."""
+def test_the_text_is_the_same_on_the_cpu_kernels(mode: Mode | None) -> None:
+    """Matrix products run on the kernels, and the layers around them in torch."""
     target = tiny_target(dtype=torch.float32)
     tensors: Mapping[str, Tensor] = block_tensors(PLAIN)
     sampling = Sampling(max_new_tokens=12, temperature=0.0)

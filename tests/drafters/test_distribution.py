@@ -1,6 +1,6 @@
-"""Under `rejection` and `block` every drafter keeps the distribution of every kind of model: chi-squares of replies.
+"""With `rejection` and `block`, every drafter keeps the distribution of every kind of model, by chi-square tests.
 
-The seeds are fixed, so a test passes or fails the same way every time.
+The seeds are fixed, so results are the same every time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TREE = DraftBudget(14, 2, 4)
 EXACT = [rule for rule in RULES if rule not in ("match", "typical")]
 """The rules that keep the distribution and not the text. `typical` keeps neither."""
 CASES = [(*pair, EXACT[(list(KINDS).index(pair[0]) + list(EVERY).index(pair[1])) % len(EXACT)]) for pair in PAIRS]
-"""Every kind of model with every drafter, and each of them with every rule. A rule does not know what made logits."""
+"""Every kind of model with every drafter, and each kind and drafter with every rule."""
 
 Reply = tuple[int, ...]
 
@@ -64,7 +64,7 @@ def distribution(kind: str) -> dict[Reply, float]:
 
 
 def excess(counts: Mapping[Reply, int], expected: Mapping[Reply, float]) -> float:
-    """Return by how many standard deviations chi-square exceeds its mean. Rare replies share one cell."""
+    """Return the distance of chi-square from its mean in standard deviations. Rare replies share one cell."""
     common = {reply: p * REPLIES for reply, p in expected.items() if p * REPLIES >= 5}
     rest = REPLIES - sum(common.values()), REPLIES - sum(counts[reply] for reply in common)
     cells = [*((p, counts[reply]) for reply, p in common.items()), rest]
@@ -73,7 +73,7 @@ def excess(counts: Mapping[Reply, int], expected: Mapping[Reply, float]) -> floa
 
 
 def replies(target: Decoder, drafter: str, rule: str) -> Counter[Reply]:
-    """Count the replies of `REPLIES` seeds. Those that run together share the prompt's prefill."""
+    """Count the replies of `REPLIES` seeds. Replies that run together share the prefill of the prompt."""
     engine = Engine(target, EVERY[drafter](target), TREE)
 
     def begin(source: Request | None, seed: int) -> Request:

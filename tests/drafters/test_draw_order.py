@@ -1,6 +1,6 @@
-"""The rules `rejection` and `block` verify siblings in the order of their draws. Checks every outcome of every draw.
+"""The rules `rejection` and `block` verify siblings in the order of their draws. Check every outcome of every draw.
 
-In any other order, the siblings have another distribution, and so has the reply.
+In any other order, the siblings and the reply would have a different distribution.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from tests.support.every_drafter import EVERY, KINDS, PAIRS, VOCAB
 PROMPT = [1, 2, 3, 0, 1, 2, 4, 1]
 TREE = DraftBudget(9, 3, 2)
 CHOSEN = ("ngram", "suffix", "text")
-"""Drafters that choose what they draft: nothing is drawn."""
+"""Drafters that choose their tokens without random draws."""
 
 
 @dataclass
 class ScriptedDraws:
-    """Stands in for a sampler's `Noise` while drafts are drawn. `drawn`, `q`: path of a row -> its draws, in order, and
-    the distribution [V] of the first."""
+    """Stands in for a sampler's `Noise` while drafts are drawn.
+
+    `drawn` and `q` map the path of a row to its draws, in order, and to the distribution [V] of the first draw.
+    """
 
     script: Script
     drawn: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class ScriptedRow:
     path: tuple[int, ...]
 
     def best(self, position: int, scores: Any, tokens: Any, count: int) -> tuple[Any, Any]:
-        """Draw without replacement, as `Noise.best` does by adding noise."""
+        """Draw without replacement. `Noise.best` does the same by adding noise."""
         ids = np.arange(len(scores)) if tokens is None else np.asarray(tokens)
         left = torch.zeros(VOCAB, dtype=torch.float64)
         left[torch.from_numpy(ids)] = torch.from_numpy(np.asarray(scores, np.float64)).softmax(0)
@@ -97,7 +99,7 @@ def drafts(target: Decoder, drafter: Drafter, size: DraftBudget, temperature: fl
     ("kind", "drafter"),
     [pytest.param(*pair, marks=[] if pair[0] == "attention" else pytest.mark.slow) for pair in PAIRS],
 )
-def test_siblings_come_in_the_order_of_their_draws(kind: str, drafter: str) -> None:
+def test_siblings_are_in_the_order_of_their_draws(kind: str, drafter: str) -> None:
     target = KINDS[kind](0)
     made = EVERY[drafter](target)
     for size, temperature in ((DraftBudget.chain(3), 1.0), (TREE, 0.7), (TREE, 2.0)):
@@ -114,7 +116,7 @@ def _hashable(draft: Callable[[Script], Draft]) -> Callable[[Script], tuple[Sequ
 
 
 def test_an_order_that_depends_on_the_draws_is_noticed() -> None:
-    """Early exit once listed a sibling that it had drawn from before one that was drawn earlier."""
+    """Early exit once listed siblings in another order than it had drawn them."""
     target = KINDS["attention"](0)
     drafter = EVERY["early exit"](target)
     honest = drafter.propose

@@ -1,4 +1,4 @@
-"""EAGLE heads: their numbers against a plain re-implementation, and that what they know of the target is used."""
+"""EAGLE heads: their numbers equal a plain reimplementation, and they use the target's features."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make(config: EagleConfig, target: Decoder = TOY, **tensors: Tensor) -> Eagle
 
 
 class Spy(Eagle):
-    """Notes every row that it ranks: the text, the drafted path, the logits [C]."""
+    """Records every row that it ranks: the text, the drafted path, and the logits [C]."""
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
         super().__init__(config, tensors, target)
@@ -81,7 +81,7 @@ def compare(spy: Spy, reference: Reference, every: int = 1) -> None:
     together=[("name",), ("draft",)],
 )
 def test_every_row_is_what_a_plain_head_gives_for_its_path(name: str, draft: DraftBudget) -> None:
-    """Over many rounds: texts longer than the head's own context, true features in the place of drafted ones."""
+    """Run many rounds, with texts longer than the head's context, and true features that replace drafted features."""
     config = CONFIGS[name]
     tensors = eagle_tensors(config)
     spy = Spy(config, tensors, TOY)
@@ -257,14 +257,17 @@ def test_a_head_of_another_width_must_bring_its_embedding() -> None:
         Eagle(config, tensors, TOY)
 
 
-# A head that has learned one text by heart, and what becomes of it when something is off by one.
+# A head that predicts one text exactly, and the effect of off-by-one errors on it.
 
 WARM = Sampling(max_new_tokens=60, temperature=0.8, seed=5)
 
 
 def learned(config: EagleConfig, target: Decoder, depth: int = 4) -> tuple[dict[str, Tensor], list[int]]:
-    """A random head whose last product is solved for (ridge regression), to say the next token of one text wherever a
-    draft of up to `depth` tokens begins. It learns from the plain re-implementation."""
+    """Fit the output matrix of a random head by ridge regression to one text.
+
+    The head then predicts the next token wherever a draft of up to `depth` tokens begins. It learns from the plain
+    reimplementation.
+    """
     tensors = eagle_tensors(config)
     reference = Reference(config, tensors, target)
     text = PROMPT + run(target, PROMPT, WARM)[0]
@@ -276,7 +279,7 @@ def learned(config: EagleConfig, target: Decoder, depth: int = 4) -> tuple[dict[
 
 
 class LateFeatures(Eagle):
-    """Hears of each position what the target felt at the one before."""
+    """Gets the target's features of the previous position at each position."""
 
     def _receive(self, state: Any, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
         kept = slice(None) if path is None else [0, *path]
@@ -284,7 +287,7 @@ class LateFeatures(Eagle):
 
 
 class LateTokens(Eagle):
-    """Pairs features with the token of their own position."""
+    """Combines features with the token at their own position."""
 
     def _read(self, states: Any, counts: Any, prefill: bool = False) -> None:
         for state in states:
@@ -295,7 +298,7 @@ class LateTokens(Eagle):
 
 
 class Deaf(Eagle):
-    """Hears only of the first position of a round, and takes the others for the same."""
+    """Uses the features of a round's first position for all positions."""
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         super().observe(slot, verdict, {tap: x[:1].expand(len(x), -1) for tap, x in out.items()})

@@ -1,4 +1,4 @@
-"""Early exit: the layers that drafted are not run again, and no bit of the text can tell."""
+"""Early exit: verification reuses the layers that drafted, without changing a bit of the text."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from tests.support.logits import text
 from tests.support.plain import plain_text
 from tests.support.random_heads import folder_of
 from tests.support.tiny_families import FAMILIES
-from tests.support.toys import ask_for
+from tests.support.toys import ask_for, toy_target
 from tests.support.trees import path_to
 
 CPU = torch.device("cpu")
 LAYERS = 4
-TOY = tiny_target(layers=LAYERS)
+TOY, QUICK = tiny_target(layers=LAYERS), toy_target(layers=LAYERS)
 PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 CHAIN, TREE = DraftBudget.chain(5), DraftBudget(14, 4, 3)
 
 
 def skipping(quiet: float = 0.02) -> Decoder:
-    """LayerSkip-style: what the last two layers add to the stream is all but nothing."""
+    """Return a model as trained with LayerSkip: its last two layers add almost nothing to the residual stream."""
     config = replace(TINY, layers=LAYERS)
     tensors = random_tensors(config)
     late = (f"model.layers.{i}." for i in range(2, LAYERS))
@@ -63,7 +63,7 @@ BUSHY = Draft((7, 8, 9, 10, 11, 12, 7, 8), (0, 0, 1, 1, 2, 3, 4, 6))
 
 
 def taken(target: Decoder, cache: KVCache, slot: int, draft: Draft, layer: int, levels: int) -> Draft:
-    """The draft with the rows of its first levels taken to a layer, level by level."""
+    """Run the rows of a draft's first levels up to a layer, level by level. Return the draft."""
     streams: list[Tensor] = []
     deep = depths(draft.parents)
     for level in range(levels):
@@ -77,7 +77,7 @@ def taken(target: Decoder, cache: KVCache, slot: int, draft: Draft, layer: int, 
 
 
 def plain_rows(target: Decoder, cache: KVCache, slot: int, draft: Draft) -> Tensor:
-    """Logits [T, V]: the path to every leaf, fed token by token."""
+    """Return logits [T, V]: feed the path to every leaf token by token."""
     rows: dict[int, Tensor] = {}
     for leaf in {*range(len(draft.tokens) + 1)} - {*draft.parents}:
         fork = cache.fork(slot)
@@ -100,12 +100,12 @@ def filled(target: Decoder, cache: KVCache, length: int) -> int:
 
 
 def exits(target: Decoder) -> list[int]:
-    """After the first layer, before the last one, after it."""
+    """Return three exits: after the first layer, before the last layer, and after it."""
     return sorted({1, target.config.layers - 1, target.config.layers})
 
 
 LEVELS = ((3, 2, 1), (4, 4, 0), (1, 0, 2))
-"""For each of three drafts, the number of levels whose rows drafting has already run up to a layer."""
+"""For each of three drafts, the number of levels that drafting has already run up to a layer."""
 
 
 def check_resumed(target: Decoder, lengths: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ def check_resumed(target: Decoder, lengths: Sequence[int]) -> None:
 
 
 def same(ours: Tensor, theirs: Tensor) -> None:
-    """Bit for bit, but for float64, whose products know the shape they come in."""
+    """Check equality: bit for bit, except in float64, where products depend on their shape."""
     if ours.dtype == torch.float64:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
     else:
@@ -133,7 +133,7 @@ def same(ours: Tensor, theirs: Tensor) -> None:
 
 
 def check_committed(target: Decoder, cache: KVCache, slot: int) -> None:
-    """A branch of a tree that was taken halfway stays, and the text goes on with the bits of plain decoding."""
+    """Commit a branch of a partly computed tree. Check that the text continues with the bits of plain decoding."""
     fork, path = cache.fork(slot), path_to(BUSHY, 8)[::-1][1:]
     for token in (5, *(BUSHY.tokens[row - 1] for row in path)):
         rows = pack([token], [Draft()], [fork], [cache.lengths[fork]], CPU)
@@ -158,13 +158,13 @@ KINDS = [
     "deepseek v3",
     "phi",
 ]
-"""A family for every kind of layer: windows, norms, experts, chunks, latents, parallel parts."""
+"""A family for every kind of layer: windows, norms, experts, chunks, latent attention, parallel MLPs."""
 
 BITS = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not packs_bfloat16(), reason="no products that keep bits"))
 
 
 IN_TURN = {(case, number % 2 == 0) for number, case in enumerate(KINDS)}
-"""Every kind once, in bfloat16 and float64 by turns: the fast tier."""
+"""Every kind once, alternately in bfloat16 and float64: the fast tier."""
 
 
 @pytest.mark.parametrize(
@@ -215,18 +215,18 @@ def test_an_exit_gives_the_stream_of_its_layer_and_the_head_on_it(case: str) -> 
 def test_an_exit_after_all_layers_is_always_right(
     temperature: float, rule: str, length: int, prompt: list[int]
 ) -> None:
-    """Any slip (a row too many, a stale stream, another position) shows as a rejection."""
+    """Any error (an extra row, a stale residual stream, a wrong position) would cause a rejection."""
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
-    text, _, stats = run(TOY, prompt, sampling, early(LAYERS), DraftBudget.chain(length))
-    # A drawn draft ends below an unlikely path.
+    text, _, stats = run(QUICK, prompt, sampling, early(LAYERS, QUICK), DraftBudget.chain(length))
+    # A drawn draft ends after an unlikely path.
     assert stats.tokens_per_round == 1 + length if rule == "match" else stats.accepted == stats.drafted > 0
-    assert rule != "match" or text == plain_text(TOY, prompt, sampling), "the last row went astray"
+    assert rule != "match" or text == plain_text(QUICK, prompt, sampling), "the last row went astray"
 
 
 @cover(temperature=[0.0, 0.8], rule=["match", "rejection", "block"], together=[("temperature",), ("rule",)])
 def test_a_tree_from_an_exit_after_all_layers_is_mostly_right(temperature: float, rule: str) -> None:
     sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4, rule=rule)  # type: ignore[arg-type]
-    assert run(TOY, PROMPT, sampling, early(LAYERS), TREE)[2].tokens_per_round > (3 if rule == "match" else 2)
+    assert run(QUICK, PROMPT, sampling, early(LAYERS, QUICK), TREE)[2].tokens_per_round > (3 if rule == "match" else 2)
 
 
 def test_an_exit_before_layers_that_do_little_is_nearly_always_right() -> None:
@@ -255,7 +255,7 @@ def test_a_threshold_ends_the_draft_where_the_exit_is_unsure() -> None:
 def test_a_drawn_tree_keeps_its_shape_and_a_drawn_chain_may_end() -> None:
     for shape, ends in ((CHAIN, True), (TREE, False)):
         how = Sampling(max_new_tokens=40, temperature=1.0, seed=3, rule="block")
-        stats = [run(TOY, PROMPT, how, early(2, threshold=bar), shape)[2] for bar in (0.0, 0.7)]
+        stats = [run(QUICK, PROMPT, how, early(2, QUICK, bar), shape)[2] for bar in (0.0, 0.7)]
         assert (stats[1].drafted / stats[1].rounds < 0.5 * stats[0].drafted / stats[0].rounds) == ends
 
 
@@ -264,7 +264,7 @@ def test_a_drawn_tree_keeps_its_shape_and_a_drawn_chain_may_end() -> None:
 
 @pytest.fixture
 def rows_of_layers(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Layer -> the rows it is given."""
+    """Return layer -> numbers of rows that it gets."""
     rows = dict.fromkeys(range(LAYERS), 0)
     plain = Layer.__call__
 
@@ -278,9 +278,9 @@ def rows_of_layers(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 @cover(layers=[1, 2, 4], shape={"chain": CHAIN, "tree": TREE}, together=[("layers",), ("shape",)])
 def test_no_row_passes_a_layer_twice(layers: int, shape: DraftBudget, rows_of_layers: dict[int, int]) -> None:
-    """Four requests in step, so that no pass is padded; prompts of one token, so that nothing is prefilled."""
+    """Four requests run in step, so that no pass is padded. Prompts have one token, so that there is no prefill."""
     engine = Engine(TOY, early(layers), shape)
-    how = [Sampling(max_new_tokens=40, temperature=0.7, seed=2)] * MIN_ROWS
+    how = [Sampling(max_new_tokens=16, temperature=0.7, seed=2)] * MIN_ROWS
     replies = run_together(engine, [[3]] * MIN_ROWS, how)
     fed = sum(stats.rounds + stats.drafted for _, _, stats in replies)
     assert rows_of_layers == dict.fromkeys(range(LAYERS), fed)
@@ -311,7 +311,7 @@ def test_a_round_that_broke_off_leaves_nothing_for_the_next(monkeypatch: pytest.
 
 
 class Listener(NGram):
-    """Asks for hidden states below and above the exit, and says nothing."""
+    """Requests hidden states below and above the exit, and never drafts."""
 
     taps: tuple[Tap, ...] = (1, 3, "final")
 

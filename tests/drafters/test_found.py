@@ -1,4 +1,4 @@
-"""The drafter that is found for a target: a head made for it, a smaller model of the same vocabulary, else suffix."""
+"""The drafter that `found` selects for a target: its own head, a smaller model with the same vocabulary, or suffix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.gguf_writing import Q, write_gguf
 
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    """A float32 GGUF must be the only file in its folder, because a float16 file has more than half its size."""
+    """Return a folder with only a float32 GGUF, because a float16 file has more than half its size."""
     monkeypatch.setattr(found, "stored_models", lambda everything: [])
     folder = tmp_path / "models"
     folder.mkdir()
@@ -115,7 +115,7 @@ def test_a_head_goes_before_a_model(target: Loaded) -> None:
     assert drafter_for("found", target) == f"suffix+head:{folder / 'my-head'}"
 
 
-def test_found_is_a_drafter_of_load(target: Loaded) -> None:
+def test_load_accepts_the_drafter_found(target: Loaded) -> None:
     folder = target.path.parent
     write_gguf(folder / "smallest.gguf", kind=Q.Q4_0)
     llm = load(target.path, drafter=["found", "suffix"], draft=2)

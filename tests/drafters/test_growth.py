@@ -30,7 +30,7 @@ PROMPTS = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9], [3], [i * i % 37 for i in range(SHARE
 
 
 class Counted(Decoder):
-    """Notes every pass."""
+    """Records every pass."""
 
     def __init__(self) -> None:
         super().__init__(TINY, random_tensors(TINY, seed=9), torch.float64, CPU)
@@ -42,7 +42,7 @@ class Counted(Decoder):
 
 
 def only_even(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
-    """Bans so much that levels run short."""
+    """Bans so many tokens that levels have fewer nodes."""
     logits[1::2] = -torch.inf
     logits[:: len(prefix) % 3 + 2] = -torch.inf
     return logits
@@ -83,7 +83,7 @@ def same(ours: Draft, theirs: Draft) -> None:
 
 @pytest.mark.parametrize("turn", range(5))
 def test_a_batch_is_drafted_as_single_requests(turn: int) -> None:
-    """Ragged in all things: texts, budgets, rules, and levels that bans cut short; over several rounds."""
+    """Requests differ in text, budget and rule, and bans shorten levels. There are several rounds."""
     texts = [list(prompt) for prompt in PROMPTS]
     budgets, samplings = BUDGETS[turn:] + BUDGETS[:turn], SAMPLINGS
     together, alone = DraftModel(Counted(), 37), [DraftModel(Counted(), 37) for _ in texts]
@@ -133,7 +133,7 @@ def test_a_long_text_is_read_in_parts_while_the_others_draft() -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
 def test_a_text_that_depends_on_drafts_waits_until_the_prompt_is_read(rule: RuleName) -> None:
-    """Otherwise it would depend on what was read for other requests."""
+    """Otherwise, the text would depend on the prefill of other requests."""
     model, text = Counted(), [5] * (READ + 100)
     drafter = DraftModel(model, 37)
     drafter.admit(0, text)
@@ -167,7 +167,7 @@ def test_a_request_that_can_draft_nothing_does_not_hold_up_the_others() -> None:
 
 
 def test_rows_of_a_level_follow_the_rows_of_the_level_before() -> None:
-    """Tree of two, fillers in the shorter one: they leave no trace, and a child finds its parent's row."""
+    """There are two trees, and the shorter one has padding rows without effect. Children find their parents' rows."""
     bushy, thin = (
         Growth(ask_for(slot, DraftBudget(9, 3, 2), Sampling(), [1, 2]), Chosen(DraftBudget(9, 3, 2)))
         for slot in range(2)
@@ -203,7 +203,7 @@ def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: 
 
 
 @pytest.mark.parametrize("draft", [_CHAIN, DraftBudget(20, 6, 3)], ids=["chain", "tree"])
-def test_a_draft_ends_where_the_next_level_does_not_pay(draft: DraftBudget) -> None:
+def test_a_draft_ends_before_an_unprofitable_level(draft: DraftBudget) -> None:
     """The more a level costs, the shorter the draft. A level that costs more than a token is never drafted."""
     lengths = [drafted(10.0, seconds, draft=draft) for seconds in (0.0, 0.02, 0.05, 1.0)]
     assert lengths == sorted(lengths, reverse=True)
@@ -227,10 +227,10 @@ def test_a_request_too_unlikely_for_its_row_leaves_the_batch() -> None:
 
 
 @cover(temperature=[0.0, 1.0], draft={"controller": None, "fixed": _CHAIN}, together=[("temperature",), ("draft",)])
-def test_an_early_stop_changes_no_text(
+def test_stopping_a_draft_early_does_not_change_the_text(
     temperature: float, draft: DraftBudget | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes and stops at random, as a machine's whims might have it."""
+    """Draft sizes and stops are random, as with random timing."""
     turns = itertools.count()
     whims = lambda self, each, together: fixed_plan(self, each, self.sizes[next(turns) % len(self.sizes)])  # noqa: E731
     monkeypatch.setattr(Controller, "plan", whims)

@@ -1,4 +1,4 @@
-"""Drafts of guesses that know nothing of each other."""
+"""Drafts from independent guesses per depth."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def ask(sampling: Sampling) -> Ask:
     "budget",
     [DraftBudget(9, 4, 3), DraftBudget(30, 3, 2), DraftBudget(5, 2, 4), DraftBudget.chain(4), DraftBudget(2, 4, 3)],
 )
-def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) -> None:
-    """Compares with all possible nodes. The probability of a path is the product over its tokens."""
+def test_the_most_likely_nodes_are_drafted(budget: DraftBudget, seed: int) -> None:
+    """Compare with all possible nodes. The probability of a path is the product over its tokens."""
     rows = logits(seed=seed)
     draft = independent(ask(Sampling()), budget, rows)
     check(draft)
@@ -57,8 +57,8 @@ def test_the_likeliest_nodes_of_all_are_drafted(budget: DraftBudget, seed: int) 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_chain_is_what_the_target_would_choose_from_the_same_rows(temperature: float) -> None:
-    """The noise of each place is the target's own."""
+def test_a_chain_equals_the_targets_choices_from_the_same_rows(temperature: float) -> None:
+    """The noise at each position is the target's own noise."""
     rows = logits(seed=3)
     sampling = Sampling(temperature=temperature, top_k=5, seed=3)
     sampler = sampling.sampler()
@@ -94,7 +94,7 @@ def test_rows_that_are_not_finite_end_the_draft() -> None:
 
 
 class Guess(Drafter):
-    """Guesses each depth from the table of `tests.support.bigram`, given only the pending token."""
+    """Guesses each depth from the table of `tests.support.bigram`, from only the pending token."""
 
     def __init__(self, model: Bigram, vocab_size: int) -> None:
         chances = [model.table.softmax(-1)]
@@ -131,7 +131,7 @@ def test_a_q_of_another_depth_is_noticed() -> None:
     "order", [((0,), (0, 0), (0, 0, 0), (0, 0, 1)), ((0,), (1,), (1, 0), (1, 0, 0), (1, 0, 1), (0, 0))]
 )
 def test_drawn_trees_branch_no_more_below_an_only_child(order: tuple[tuple[int, ...], ...]) -> None:
-    """Else a processor that looks at the path decides, by what was drawn, whether block sees a chain."""
+    """Otherwise, the draws and a path-dependent processor would decide whether the block rule sees a chain."""
     nodes = fixed(DraftBudget(8, 3, 2), order, True).nodes
     children = Counter(parent for parent, _, _ in nodes)
     for row, (parent, _, _) in enumerate(nodes, 1):

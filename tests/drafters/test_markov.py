@@ -1,4 +1,4 @@
-"""DSpark: the Markov head's correction, and the confidence head's say in how long drafts are."""
+"""DSpark: the correction of the Markov head, and the effect of the confidence head on the draft length."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tensors_of(config: BlockConfig) -> dict[str, Tensor]:
 
 
 def truth(config: BlockConfig, tensors: Mapping[str, Tensor], text: Sequence[int], path: Sequence[int]) -> Tensor:
-    """Logits [V] after a text and drafted tokens, from the dense network and plain products."""
+    """Return logits [V] after a text and drafted tokens, from the dense network and plain products."""
     base = Dense(config, tensors, TOY)(text, [len(text) - 1], taps_of(TOY, text, config.taps))[0]  # type: ignore[arg-type]
     first = 0 if config.from_anchor else 1
     before = [*text, *path][-1]
@@ -87,8 +87,8 @@ def test_it_keeps_the_contract() -> None:
     check_drafter(lambda: Block(CONFIGS["confident"], tensors_of(CONFIGS["confident"]), TOY))
 
 
-def test_heads_that_know_what_follows_are_accepted_fully_and_a_wrong_row_undoes_it() -> None:
-    """A table of what follows each token, louder than the block: W1 is the identity."""
+def test_a_correct_head_is_fully_accepted_and_a_wrong_row_breaks_it() -> None:
+    """The Markov head is a table of successors that outweighs the block. W1 is the identity."""
     sampling = Sampling(max_new_tokens=9, temperature=0.9, seed=0)
     text = [PROMPT[-1], *run(TOY, PROMPT, sampling)[0]]
     pairs = set(pairwise(text))

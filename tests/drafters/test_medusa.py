@@ -1,4 +1,4 @@
-"""Medusa: heads that are right must be accepted, so that a slip in a row, a depth or a position shows."""
+"""Medusa: correct heads must be accepted, so that a wrong row, depth or position is visible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Out = Mapping[Tap, Tensor]
 
 
 def rate(drafter: Medusa, draft: DraftBudget, sampling: Sampling = WARM, prompt: Sequence[int] = PROMPT) -> float:
-    """Tokens per round of a text that must be plain decoding's."""
+    """Return the tokens per round of a reply, after checking that it equals plain decoding."""
     tokens, _, stats = run(TOY, prompt, sampling, drafter, draft)
     assert tokens == run(TOY, prompt, sampling)[0]
     return stats.tokens_per_round
@@ -44,7 +44,7 @@ def with_heads(change: Mapping[str, Tensor], config: MedusaConfig = TINY_MEDUSA)
 
 @pytest.mark.parametrize("cut", [0, 1, 8])
 def test_heads_that_know_the_text_are_always_right(cut: int) -> None:
-    """After a prefill, after rounds of every depth, and with no more than two tokens of prompt."""
+    """Check this after a prefill, after rounds of every depth, and with prompts of at most two tokens."""
     prompt = TEXT[: len(PROMPT) - cut]
     text = prompt + run(TOY, prompt, WARM)[0]
     for depth in (1, 2, 3):
@@ -65,41 +65,41 @@ def test_a_prompt_of_one_token_leaves_nothing_to_draft_from_at_first() -> None:
 
 
 class FirstRow(Medusa):
-    """Takes the pending token's row for the last accepted one."""
+    """Uses the pending token's row instead of the last accepted row."""
 
     def observe(self, slot: int, verdict: Verdict, out: Out) -> None:
         super().observe(slot, replace(verdict, path=()), out)
 
 
 class LastRow(Medusa):
-    """Takes the last row of the pass, accepted or not."""
+    """Uses the last row of the pass, whether accepted or not."""
 
     def observe(self, slot: int, verdict: Verdict, out: Out) -> None:
         super().observe(slot, replace(verdict, path=(out["final"].shape[0] - 1,)), out)
 
 
 class OneEarly(Medusa):
-    """The row before the last accepted one."""
+    """Uses the row before the last accepted row."""
 
     def observe(self, slot: int, verdict: Verdict, out: Out) -> None:
         super().observe(slot, replace(verdict, path=verdict.path[:-1]), out)
 
 
 class Deaf(Medusa):
-    """Drafts from the first round's state for ever."""
+    """Always drafts from the state of the first round."""
 
     def observe(self, slot: int, verdict: Verdict, out: Out) -> None: ...
 
 
 @pytest.mark.parametrize("wrong", [FirstRow, OneEarly, Deaf])
 def test_a_state_of_another_row_is_noticed(wrong: type[Medusa]) -> None:
-    """A round that is refused puts the first two right again: they accept every other one."""
+    """After a rejected round, the first two faults have the correct state again, so they accept every other round."""
     assert rate(wrong(TINY_MEDUSA, RIGHT, TOY), DraftBudget.chain(3)) <= 2.5
     assert rate(Medusa(TINY_MEDUSA, RIGHT, TOY), DraftBudget.chain(3)) > 3.5
 
 
 def test_a_row_that_was_not_accepted_is_noticed() -> None:
-    """Half of what is drafted is wrong, so that the last row is seldom the last accepted one."""
+    """Half of the drafted tokens are wrong, so that the last row is rarely the last accepted row."""
     wrong = {"lm_heads.1.weight": RIGHT["lm_heads.1.weight"].roll(1, 0)}
     assert rate(with_heads(wrong), DraftBudget.chain(3)) == pytest.approx(2, rel=0.1)
     assert rate(LastRow(TINY_MEDUSA, {**RIGHT, **wrong}, TOY), DraftBudget.chain(3)) < 1.4
@@ -111,7 +111,7 @@ def test_heads_of_another_depth_are_noticed() -> None:
 
 
 def second_best(weight: Tensor) -> Tensor:
-    """The same head, whose likeliest token is a wrong one: the right token's neighbour."""
+    """Return the same head with a wrong most likely token, the neighbour of the correct one."""
     return weight + 1.5 * weight.roll(1, 0)
 
 
@@ -125,8 +125,8 @@ def test_the_second_candidates_of_all_heads_are_found_in_a_tree() -> None:
     assert rate(drafter, drafter.draft) == pytest.approx(ALL, rel=0.1), "one path of second candidates, and no other"
 
 
-def test_the_noise_is_that_of_the_place_where_a_token_will_stand() -> None:
-    """A temperature so high that only the noise decides, for the target and for every head."""
+def test_drafts_use_the_noise_of_the_tokens_position() -> None:
+    """The temperature is so high that only the noise decides, for the target and for every head."""
     hot = Sampling(max_new_tokens=40, temperature=1000.0, seed=3)
     blank = {f"lm_heads.{head}.weight": torch.zeros(37, 32) for head in range(3)}
     assert rate(with_heads(blank), DraftBudget.chain(3), hot) > 3.7
@@ -134,7 +134,7 @@ def test_the_noise_is_that_of_the_place_where_a_token_will_stand() -> None:
 
 
 def test_processors_see_the_likeliest_path() -> None:
-    """A grammar that goes by the last token, and has one likely way on: drafting within it needs only the path."""
+    """The grammar depends on the last token and has one likely continuation, so drafting needs only the path."""
 
     def counting(prefix: Prefix, logits: Tensor) -> Tensor:
         only = torch.full_like(logits, -torch.inf)
@@ -191,8 +191,8 @@ def drawn(order: tuple[tuple[int, ...], ...], rule: str = "rejection") -> Draft:
     return drafter.propose([ask_for(0, drafter.draft, sampling, PROMPT)])[0]
 
 
-def test_drawn_siblings_leave_no_draw_out_and_carry_their_q() -> None:
-    """The third draw depends on the second: its q is the distribution without the first two tokens."""
+def test_drawn_siblings_include_every_draw_with_its_q() -> None:
+    """The third draw depends on the second draw: its q is the distribution without the first two tokens."""
     every, gaps = drawn(((0,), (1,), (0, 0), (0, 1))), drawn(((0,), (2,), (0, 0), (0, 3)))
     assert (gaps.tokens, gaps.parents) == (every.tokens, every.parents)
     assert gaps.q.keys() == {0, 1}
@@ -237,7 +237,7 @@ def test_a_map_gives_a_small_vocabulary_its_place_in_the_large_one() -> None:
     mapped = logits(TINY_MEDUSA, {**tensors, **small, "token_map": ids})
     torch.testing.assert_close(mapped[..., ids], every[..., ids])
     assert (mapped == -torch.inf).sum() == 3 * 5 * (37 - 5)
-    # vLLM's files may come with all rows and a map that chooses.
+    # vLLM's files can have all rows and a map that selects rows.
     assert torch.equal(logits(TINY_MEDUSA, {**tensors, "token_map": ids}), mapped)
     turned = torch.arange(37).flip(0)
     rows = {name: x[turned] for name, x in tensors.items() if name.startswith("lm_heads")}
@@ -297,7 +297,7 @@ def test_a_checkpoint_that_contradicts_itself_is_named(tensors: dict[str, Tensor
         Medusa(TINY_MEDUSA, {**medusa_tensors(), **tensors}, TOY)
 
 
-def test_a_target_that_does_not_fit_is_named() -> None:
+def test_errors_name_a_target_that_does_not_fit() -> None:
     with pytest.raises(CorruptModel, match="hidden states of 32"):
         Medusa(TINY_MEDUSA, medusa_tensors(), tiny_target(hidden=16))
     with pytest.raises(UnsupportedModel, match="ToyTarget"):

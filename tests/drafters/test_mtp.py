@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers: their numbers against transformers' layers, and that an off-by-one undoes them."""
+"""Multi-token-prediction layers: their numbers equal transformers' layers, and off-by-one errors break them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def opened(case: str, folder: Path) -> tuple[EagleConfig, Mapping[str, Tensor]]:
 
 
 class Spy(Eagle):
-    """Notes every row that it ranks: the text, the drafted path, the logits [V]."""
+    """Records every row that it ranks: the text, the drafted path, and the logits [V]."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -62,7 +62,7 @@ class Spy(Eagle):
 
 @some("case", CASES, fast=["qwen3.5", "deepseek v3", "mimo"])
 def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_path: Path) -> None:
-    """In trees of a ragged batch, over rounds that replace drafted states with true states."""
+    """Check trees of a ragged batch, over rounds that replace drafted states with true states."""
     truth = reference(case)
     spy = Spy(*opened(case, tmp_path), truth.target)
     samplings = [Sampling(max_new_tokens=9, temperature=t, seed=3) for t in (0.0, 3.0, 1.0)]
@@ -80,7 +80,7 @@ def test_every_row_is_what_transformers_layer_gives_for_its_path(case: str, tmp_
     together=[("case",), ("shape",)],
 )
 def test_the_text_does_not_depend_on_it(case: str, shape: DraftBudget, tmp_path: Path) -> None:
-    """In a ragged batch, greedy and sampled."""
+    """Compare texts in a ragged batch, greedy and sampled."""
     target = reference(case).target
     samplings = [Sampling(max_new_tokens=20, temperature=t, seed=4) for t in (0.0, 0.8, 1.5)]
     prompts = [PROMPT, [3, 4], [i * i % 101 for i in range(40)]]
@@ -90,7 +90,7 @@ def test_the_text_does_not_depend_on_it(case: str, shape: DraftBudget, tmp_path:
 
 
 class LateStates(Eagle):
-    """Hears of each position what the target felt at the one before."""
+    """Gets the target's features of the previous position at each position."""
 
     def _receive(self, state: Any, taps: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
         kept = slice(None) if path is None else [0, *path]
@@ -98,7 +98,7 @@ class LateStates(Eagle):
 
 
 class Shifted(Eagle):
-    """Commits a row too few of its cache, so that all later ones lie a position early."""
+    """Commits one row too few to its cache, so that all later rows are one position early."""
 
     def _read(self, states: Any, counts: Any, prefill: bool = False) -> None:
         super()._read(states, counts, prefill)
@@ -109,8 +109,8 @@ class Shifted(Eagle):
         return ask.budget
 
 
-def test_a_layer_that_knows_the_text_is_always_right_and_an_off_by_one_undoes_it(tmp_path: Path) -> None:
-    """Its head is solved for (ridge regression), to say the next token wherever a draft of one short text begins."""
+def test_a_fitted_layer_is_always_right_and_an_off_by_one_breaks_it(tmp_path: Path) -> None:
+    """Ridge regression fits its head to predict the next token wherever a draft in one short text begins."""
     truth, (config, tensors) = reference("qwen3.5"), opened("qwen3.5", tmp_path)
     text = PROMPT + run(truth.target, PROMPT, WARM)[0]
     ends = [(end, k) for end in range(len(PROMPT), len(text)) for k in range(min(3, len(text) - end))]
@@ -130,7 +130,7 @@ def test_a_layer_that_knows_the_text_is_always_right_and_an_off_by_one_undoes_it
 
 
 def words(folder: Path, count: int = 101) -> None:
-    """A tokenizer of one token per word."""
+    """Return a tokenizer with one token per word."""
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -138,7 +138,7 @@ def words(folder: Path, count: int = 101) -> None:
 
 @some("case", ["qwen3.5", "deepseek v3", "glm4.5", "mimo"], fast=["glm4.5"])
 def test_a_model_that_has_one_drafts_with_it(case: str, tmp_path: Path) -> None:
-    """By its name, by "auto" and by "found", from the folder and named as another model's."""
+    """Select it by name, by "auto" and by "found", from its folder and from another model's folder."""
     folder = reference(case).save(tmp_path / "model")
     words(folder)
     plain = load(folder, drafter=None, dtype="float32")

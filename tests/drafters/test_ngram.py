@@ -28,7 +28,7 @@ def drafted(text: Sequence[int], budget: int = 3, **options: int) -> tuple[int, 
 
 
 def expected(text: Sequence[int], count: int, max_n: int, min_n: int) -> list[int]:
-    """The definition, by search: the longest n first, then the latest earlier place."""
+    """Search by definition: prefer the longest n-gram, and then its latest earlier occurrence."""
     for n in range(min(max_n, len(text) - 1), min_n - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if list(text[end - n : end]) == list(text[-n:]):
@@ -129,7 +129,7 @@ def test_memory_is_bounded_in_a_long_text(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_round_costs_the_same_in_a_long_text() -> None:
-    """Lines of Python executed, because a clock depends on how busy the machine is."""
+    """Count executed lines of Python, because time depends on the load of the machine."""
 
     def lines(n: int) -> int:
         drafter, text, count = NGram(), random.Random(0).choices(range(9), k=n), 0

@@ -1,4 +1,4 @@
-"""P-EAGLE: a chain's guesses from one pass, against the plain head fed with mask rows."""
+"""P-EAGLE: guesses for a chain from one pass, compared with the plain head with mask rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tensors_of(config: EagleConfig) -> dict[str, Tensor]:
 
 
 class Spy(ParallelEagle):
-    """Notes the logits [depth, V] that it guesses from, and the texts."""
+    """Records the logits [depth, V] of its guesses, and the texts."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -56,7 +56,7 @@ class Spy(ParallelEagle):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_guess_is_the_plain_heads(name: str) -> None:
-    """In a ragged batch, over rounds that replace guessed states with true states."""
+    """Check a ragged batch, over rounds that replace guessed states with true states."""
     config = CONFIGS[name]
     tensors = tensors_of(config)
     spy, plain = Spy(config, tensors, TOY), Reference(config, tensors, TOY)

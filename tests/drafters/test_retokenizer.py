@@ -1,4 +1,4 @@
-"""A text follows from one tokenizer into another, at a cost that does not grow with it."""
+"""Incremental conversion of a text from one tokenizer to another, at a cost that does not grow with the text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_transcript_read_bit_by_bit_is_the_encoding_of_the_whole(target: str, 
 
 @pytest.mark.parametrize(("target", "draft"), [*RING, *(pair[::-1] for pair in RING)])
 def test_any_tokens_can_be_read_by_any_tokenizer(target: str, draft: str) -> None:
-    """Random tokens make no text: broken characters, stray special tokens."""
+    """Random tokens are not valid text: they have broken characters and stray special tokens."""
     pair = words(target, draft)
     chance = random.Random(1)
     tokens = chance.choices(range(pair.target.target.vocab_size), k=300)
@@ -133,8 +133,8 @@ def test_drafted_text_is_cut_into_the_targets_own_tokens(target: str, text: str)
     assert right > 0.95 * len(cuts)
 
 
-def test_a_draft_inside_a_word_is_spelled_on_from_there() -> None:
-    """The target has begun a word in its own way; with the draft behind it it would have begun it otherwise."""
+def test_a_draft_inside_a_word_continues_the_word() -> None:
+    """The target has begun a word with other tokens than it would use for the word with the draft."""
     pair = words("byte-level", "letters")
     assert len(pair.target.tokenizer.encode(" value", special=False)) == 1
     (begun,) = pair.target.tokenizer.encode(" val", special=False)[:1]

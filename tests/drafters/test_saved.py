@@ -76,14 +76,14 @@ FOREIGNERS: dict[str, Callable[[], Drafter]] = {
 
 
 def draft_of(drafter: Drafter, ask: Ask) -> Draft:
-    """The draft after as many rounds as the drafter needs to read the text."""
+    """Return the draft after the rounds that the drafter needs to read the text."""
     while (draft := drafter.propose([ask])[0]).unread:
         pass
     return draft
 
 
 def rounds(engine: CachedEngine, prompt: Sequence[int], rule: str, tree: DraftBudget) -> tuple[list[Draft], list[int]]:
-    """The drafts of the first rounds of a reply, and its text."""
+    """Return the drafts of the first rounds of a reply, and its text."""
     sampling = Sampling(temperature=0.9, seed=3, rule=rule, max_new_tokens=12, ignore_eos=True)  # type: ignore[arg-type]
     request = begun(engine, prompt, sampling)
     assert engine.drafter is not None
@@ -112,7 +112,7 @@ def target_of(name: str) -> Decoder:
 
 @cache
 def uncached(name: str, rule: str) -> tuple[list[Draft], list[int]]:
-    """Drafts and text after all of the prompt was fed."""
+    """Return drafts and text after feeding the whole prompt."""
     engine = CachedEngine(target_of(name), (DRAFTERS | FOREIGNERS)[name](), TREE, PrefixCache(0))
     return rounds(engine, PROMPT, rule, TREE)
 
@@ -124,7 +124,7 @@ def uncached(name: str, rule: str) -> tuple[list[Draft], list[int]]:
     together=[("name",), ("how", "drafted")],
 )
 def test_drafts_after_load_equal_drafts_after_the_whole_prompt(name: str, how: tuple[int, str], drafted: bool) -> None:
-    """For every length of the saved text that was read."""
+    """Check this for every number of read tokens of the saved text."""
     (common, rule), target, make = how, target_of(name), (DRAFTERS | FOREIGNERS)[name]
     plain, text = uncached(name, rule)
     assert any(draft.tokens for draft in plain) or name in ("ngram", "suffix")
@@ -137,13 +137,13 @@ def test_drafts_after_load_equal_drafts_after_the_whole_prompt(name: str, how: t
         engine.finish(request)
     drafts, ours = rounds(engine, PROMPT, rule, TREE)
     assert engine.cached == [0, common - 1]
-    # Cut into the same chunks, passes are the same to the last bit; a foreigner's chunks follow its own tokens.
+    # With the same chunks, passes have the same bits. A draft model with another tokenizer has other chunks.
     same(drafts, plain, exact=common == PREFILL_ROWS + 1 and name in DRAFTERS)
     assert ours == text
 
 
 def rows_read(drafter: DraftModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each pass of a draft model, as they come."""
+    """Return a list that receives the rows of each pass of a draft model."""
     read: list[int] = []
     honest = drafter._model.forward
 
@@ -203,7 +203,7 @@ def test_one_sample_of_a_prompt_reads_it_for_all(name: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_one_token_too_many_is_noticed(more: int) -> None:
-    """EAGLE has read the token after each state: where that one differs, the row does too."""
+    """EAGLE has read the token after each state. If that token differs, the row differs too."""
     prompt, other = [*PROMPT[:40], 5, 6, 7], [*PROMPT[:40], 9, 9, 9]
     engine = CachedEngine(TARGET, EAGLE(), TREE, PrefixCache(0))
     sampling = Sampling(temperature=0.9, seed=3, rule="block")

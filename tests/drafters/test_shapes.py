@@ -1,4 +1,4 @@
-"""The search for a tree's shape against every tree there is, and what is measured against what was put in."""
+"""The search for a tree's shape compared with all trees, and measured chances compared with the true chances."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY: list[Place] = [p for d in range(1, DEPTH + 1) for p in itertools.product(
 
 
 def trees(nodes: int) -> Iterator[tuple[Place, ...]]:
-    """Yield every tree with this number of places."""
+    """Yield every tree with this number of nodes."""
     for chosen in itertools.combinations(EVERY, nodes):
         if all(place[:-1] in ((), *chosen) for place in chosen):
             yield chosen
@@ -34,7 +34,7 @@ def kept(places: tuple[Place, ...], chances: Mapping[Place, float]) -> float:
 
 
 def any_chances(seed: int) -> dict[Place, float]:
-    """Return the chance of each place given its parent. Siblings are in no order, and some have no chance."""
+    """Return the chance of each node given its parent. Siblings are unordered, and some have chance 0."""
     draw = random.Random(seed)
     chances = {place: max(0.0, draw.uniform(-0.1, 0.5)) for place in EVERY}
     if seed % 3 == 0:

@@ -20,7 +20,7 @@ BUDGET = DraftBudget.chain(3)
 
 
 class Recorder(Drafter):
-    """Says `word`, in the slots given, and writes down everything it is told."""
+    """Drafts `word` in the given slots, and records all calls."""
 
     def __init__(
         self, word: int, slots: Sequence[int], taps: tuple[Tap, ...] = (), draft: DraftBudget = BUDGET
@@ -118,8 +118,8 @@ def text_of(repeated: Sequence[int], times: int = 3) -> list[int]:
 
 
 @pytest.mark.parametrize("lookup", [Suffix, NGram])
-def test_a_lookup_that_is_not_sure_leaves_it_to_the_next(lookup: type[Drafter]) -> None:
-    """A token that was followed by something else every time, and a text that repeats itself."""
+def test_an_unsure_lookup_leaves_the_draft_to_the_next_drafter(lookup: type[Drafter]) -> None:
+    """Check a token with a different successor every time, and a text that repeats itself."""
     for text, first in (([1, 2, 1, 3, 1, 4, 1, 5, 1], 30), (text_of([11, 12, 13, 14, 15, 16, 17]), 11)):
         stack = DrafterStack([lookup(), Recorder(30, [0])])
         stack.admit(0, text)

@@ -24,19 +24,19 @@ BUDGETS = st.builds(DraftBudget, st.integers(0, 12), st.integers(0, 8), st.integ
 
 
 def ends(text: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Return the positions at which `part` ends in `text`."""
+    """Return the positions where `part` ends in `text`."""
     n = len(part)
     return [i for i in range(n, len(text) + 1) if list(text[i - n : i]) == list(part)]
 
 
 def longest_end(of: Sequence[int], text: Sequence[int], most: int) -> list[int]:
-    """The longest end of `of`, `most` tokens at most, that occurs in `text`."""
+    """Return the longest suffix of `of`, with at most `most` tokens, that occurs in `text`."""
     sizes = range(min(len(of), most), -1, -1)
     return next(list(of[len(of) - n :]) for n in sizes if ends(text, of[len(of) - n :]))
 
 
 def what_followed(text: Sequence[int], part: Sequence[int]) -> list[tuple[int, int]]:
-    """(token, times), the most recent first: the definition of `followers`."""
+    """Return (token, count), most recent first, by the definition of `followers`."""
     tokens = [text[i] for i in ends(text, part) if i < len(text)]
     return [(t, tokens.count(t)) for t in dict.fromkeys(reversed(tokens))]
 
@@ -49,7 +49,7 @@ def automaton(text: Sequence[int], limit: int = 1000) -> SuffixAutomaton:
 
 
 def check_context(source: SuffixAutomaton) -> None:
-    """The context is the longest end that occurs earlier, and what followed it is what the text says."""
+    """Check that the context is the longest suffix that occurs earlier, and that its followers are correct."""
     state, length = source.context()
     context = longest_end(source.text, source.text[:-1], len(source.text) - 1)
     assert length == len(context)
@@ -168,7 +168,7 @@ def test_a_very_long_request_is_bounded_too() -> None:
 
 
 def lines_run(work: Callable[[], None]) -> int:
-    """Lines of Python executed: a clock that does not care how busy the machine is."""
+    """Return the number of executed lines of Python, which does not depend on the machine's load."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> object:
@@ -211,7 +211,7 @@ def test_work_per_token_does_not_grow_with_the_text(make: Callable[[int], list[i
     assert per_token(4000) < 1.3 * per_token(500) + 5
     source = automaton(make(4000), 1 << 20)
     assert source.states <= 8000
-    # Copying a state's transitions is one line of Python; what has ever been copied is still there to be counted.
+    # Copying a state's transitions is one line of Python, so count the copies themselves, which still exist.
     assert sum(len(source.followers(s, 4000)) for s in range(source.states)) <= 12000
 
 
@@ -248,7 +248,7 @@ def drafted(text: Sequence[int], budget: DraftBudget, floor: float = 0.0) -> Dra
 
 
 def finish(drafter: Suffix, prompt: Sequence[int], reply: Sequence[int], slot: int = 7) -> None:
-    """One whole request."""
+    """Run one whole request."""
     drafter.admit(slot, prompt)
     drafter.observe(slot, Verdict(tuple(range(1, len(reply))), tuple(reply)), {})
     drafter.release(slot)
@@ -286,7 +286,7 @@ def test_a_repeating_text_fills_the_budget() -> None:
     assert drafted([4] * 9, DraftBudget.chain(12), floor=0.2).tokens == (4,) * 12
 
 
-def test_a_weak_match_earns_a_short_draft() -> None:
+def test_a_weak_match_gets_a_short_draft() -> None:
     far = list(range(10, 40))
     weak = drafted([1, 2, *far, 3, 2], DraftBudget.chain(15), floor=0.2)
     strong = drafted([*range(1, 9), *far, *range(1, 9)], DraftBudget.chain(15), floor=0.2)
@@ -319,7 +319,7 @@ def test_every_draft_is_a_tree_within_budget_of_things_that_occurred(
 
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=60))
 def test_a_tree_grows_best_first(text: list[int]) -> None:
-    """Every smaller budget gives a prefix of the larger one's draft."""
+    """The draft for a smaller budget is a prefix of the draft for a larger budget."""
     whole = drafted(text, DraftBudget(12, 6, 3))
     for nodes in range(len(whole.tokens)):
         part = drafted(text, DraftBudget(nodes, 6, 3))
@@ -327,8 +327,10 @@ def test_a_tree_grows_best_first(text: list[int]) -> None:
 
 
 def test_the_cost_of_a_row_decides_how_likely_a_node_must_be() -> None:
-    """In company rows are no longer free, and where they cost nearly a token only what is nearly certain is drafted.
-    Where a text follows its drafts, company changes nothing."""
+    """With other requests, rows have a cost. If a row costs nearly a token, only nearly certain tokens are drafted.
+
+    If a text follows its drafts, other requests change nothing.
+    """
     drafter = Suffix()
     asks = []
     for slot in range(4):
@@ -362,7 +364,7 @@ def test_slots_are_independent_and_can_be_used_again() -> None:
 
 
 @pytest.mark.parametrize(("remember", "tokens"), [(True, (5, 6, 7)), (False, ())])
-def test_an_earlier_reply_is_drafted_only_if_asked(remember: bool, tokens: tuple[int, ...]) -> None:
+def test_earlier_replies_are_drafted_only_on_request(remember: bool, tokens: tuple[int, ...]) -> None:
     drafter = Suffix(remember)
     finish(drafter, [1, 2], [3, 4, 5, 6, 7])
     drafter.admit(0, [9, 3, 4])
@@ -432,7 +434,7 @@ def test_nothing_of_a_finished_request_stays_but_what_is_remembered(remember: bo
     assert [list(reply) for reply in drafter._finished] == ([[3, 4, 5]] if remember else [])
 
 
-def test_the_memory_forgets_the_oldest_and_running_requests_find_their_place_again() -> None:
+def test_the_memory_forgets_the_oldest_text_and_running_requests_find_their_position_again() -> None:
     drafter = Suffix(remember=True, limit=16)
     drafter.admit(0, [50])
     finish(drafter, [1], [2, 3, 4])

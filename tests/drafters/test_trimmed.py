@@ -1,4 +1,4 @@
-"""Trimmed output heads: the full head's numbers for the tokens that are kept, and which tokens those are."""
+"""Trimmed output heads: they compute the full head's logits for the kept tokens, and keep the right tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_trimmed_head_gives_the_full_heads_logits(tied: bool, mode: str | None
     together=[("draft",), ("sampling",)],
 )
 def test_kept_tokens_are_drafted_as_by_the_full_model(draft: DraftBudget, sampling: Sampling) -> None:
-    """A head cut to the tokens of a text drafts that text as well as one that is whole; one without them, nothing."""
+    """A head trimmed to a text's tokens drafts as well as the full head. A head without them never drafts the text."""
     target, sampling = toy_target(), replace(sampling, max_new_tokens=40)
     plain, _, _ = run(target, PROMPT, sampling)
     written = torch.tensor(sorted({*plain}))

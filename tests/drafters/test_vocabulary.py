@@ -24,7 +24,7 @@ def test_the_most_frequent_and_the_required_tokens_are_chosen() -> None:
     assert choose(COUNTS, 8).tolist() == list(range(8))
 
 
-def test_coverage_is_the_share_of_what_was_counted() -> None:
+def test_coverage_is_the_share_of_counted_tokens() -> None:
     assert coverage(COUNTS, torch.tensor([3, 1])) == 0.7
     assert coverage(COUNTS, torch.tensor([3, 3])) == 0.4
     assert coverage(COUNTS, torch.tensor([7])) == 0.0

@@ -43,7 +43,7 @@ PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 
 def merged(number: int) -> Decoder:
-    """The model with this adapter merged."""
+    """Return the model with this adapter merged."""
     tensors = {name: x.double() for name, x in TENSORS.items()}
     for module, (a, b) in HELD[number - 1].factors.items() if number else ():
         tensors[module + ".weight"] = tensors[module + ".weight"] + b.double() @ a.double()
@@ -68,7 +68,7 @@ def begin(engine: Engine, prompt: Sequence[int], sampling: Sampling, number: int
 
 
 def texts(engine: Engine, requests: Sequence[tuple[Sequence[int], int]], sampling: Sampling) -> list[list[int]]:
-    """Replies to (prompt, number of an adapter), written together, all in one group, as samples of a prompt are."""
+    """Return replies to (prompt, adapter number), generated in one group, like samples of one prompt."""
     tasks = [Task(partial(begin, engine, prompt, sampling, number), group=0) for prompt, number in requests]
     for _ in Batch(engine, tasks, len(tasks)):
         pass
@@ -78,8 +78,8 @@ def texts(engine: Engine, requests: Sequence[tuple[Sequence[int], int]], samplin
 
 @cache
 def expected(number: int, temperature: float) -> list[int]:
-    """The text of the merged model."""
-    return run(merged(number), PROMPT, Sampling(max_new_tokens=30, temperature=temperature, seed=4))[0]
+    """Return the text of the merged model."""
+    return run(merged(number), PROMPT, Sampling(max_new_tokens=16, temperature=temperature, seed=4))[0]
 
 
 @cover(
@@ -88,9 +88,9 @@ def expected(number: int, temperature: float) -> list[int]:
     temperature=[0.0, 0.9],
     together=[("name",), ("draft", "temperature")],
 )
-def test_texts_are_the_merged_models(name: str, draft: DraftBudget | None, temperature: float) -> None:
-    """Beside each other, where one prompt's prefill is another's only under the same adapter."""
-    sampling = Sampling(max_new_tokens=30, temperature=temperature, seed=4)
+def test_texts_equal_the_merged_models_texts(name: str, draft: DraftBudget | None, temperature: float) -> None:
+    """Requests share a batch. Prompts share prefill only if they have the same adapter."""
+    sampling = Sampling(max_new_tokens=16, temperature=temperature, seed=4)
     numbers = [0, 1, 1, 2, 3, 0]
     together = texts(Engine(TARGET, DRAFTERS[name](), draft), [(PROMPT, number) for number in numbers], sampling)
     assert together == [expected(number, temperature) for number in numbers]
@@ -99,7 +99,7 @@ def test_texts_are_the_merged_models(name: str, draft: DraftBudget | None, tempe
 
 @pytest.mark.parametrize("name", ["none", "eagle", "model"])
 def test_a_prefix_is_found_only_under_its_own_adapter(name: str) -> None:
-    engine, sampling = Engine(TARGET, DRAFTERS[name]()), Sampling(max_new_tokens=30, temperature=0.0, seed=4)
+    engine, sampling = Engine(TARGET, DRAFTERS[name]()), Sampling(max_new_tokens=16, temperature=0.0, seed=4)
     prefixes = engine.prefixes = PrefixCache(1 << 30, seamless=True)  # float64 rounds too little to matter
     for found in (False, True):
         for number in (0, 1, 2, 3):
@@ -109,7 +109,7 @@ def test_a_prefix_is_found_only_under_its_own_adapter(name: str) -> None:
 
 
 def test_a_request_that_gave_its_slot_back_has_its_adapter_again() -> None:
-    engine, sampling = Engine(TARGET, Suffix()), Sampling(max_new_tokens=30, temperature=0.0, seed=4)
+    engine, sampling = Engine(TARGET, Suffix()), Sampling(max_new_tokens=16, temperature=0.0, seed=4)
     request = begin(engine, PROMPT, sampling, 2, None)
     engine.prefill(request)
     while not request.finish:

@@ -121,8 +121,8 @@ def test_leaving_early_gives_every_slot_back() -> None:
     assert sum(len(c.token_ids) for c in batch.completions) == 7
 
 
-def test_replies_leave_in_any_order_and_pass_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever request leaves, the slots of a shared slab are adjacent and in the order of their requests."""
+def test_replies_can_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever request ends, the slots of a shared slab are adjacent and in the order of their requests."""
     read = SlabPlan.read
 
     def read_views(plan: SlabPlan, index: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def test_one_bad_prompt_is_refused_before_any_work() -> None:
 
 
 def test_several_share_a_model() -> None:
-    """A stream that is open while a batch runs has a slot among the batch's own."""
+    """A stream that is open during a batch has a slot among the batch's slots."""
     model = toy_model()
     llm = LLM(model)
     stream = llm.stream("hello", Sampling(max_new_tokens=12))

@@ -1,4 +1,4 @@
-"""Lookups and a learned drafter in one stack: each has a draft length of its own."""
+"""Lookups and a learned drafter in one stack: each has its own draft length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = [1, 2, 3]
 
 
 class Clock:
-    """Time passes only where somebody charges it."""
+    """A clock that advances only when a test charges time."""
 
     now = 0.0
 
@@ -37,7 +37,7 @@ class Clock:
 
 
 class Slow(DrafterWrapper):
-    """Charges `seconds` for a draft."""
+    """A drafter that charges `seconds` for each draft."""
 
     def __init__(self, inner: Drafter, clock: Clock, seconds: float) -> None:
         super().__init__(inner)
@@ -51,7 +51,7 @@ class Slow(DrafterWrapper):
 
 
 class Lookup(Slow):
-    """Looks up, in a text that it knows, every other stretch of ten tokens."""
+    """Drafts every other stretch of ten tokens of a known text."""
 
     def __init__(self, inner: Drafter, clock: Clock) -> None:
         super().__init__(inner, clock, 0.0)
@@ -63,7 +63,7 @@ class Lookup(Slow):
 
 
 def charged(clock: Clock) -> Decoder:
-    """A target that charges a second for a pass."""
+    """Return a target that charges one second per pass."""
     target = toy_target(layers=1)
     honest = target.forward
 
@@ -76,8 +76,11 @@ def charged(clock: Clock) -> Decoder:
 
 
 def written(seconds: float) -> tuple[float, Slow, Lookup, Controller]:
-    """Rounds per token of plain decoding, with a learned drafter of this price, in plain rounds; the drafters; the
-    controller of the learned one."""
+    """Generate a reply with a learned drafter of this cost in plain rounds.
+
+    Returns:
+        Time per token in plain rounds, the drafters, and the controller of the learned drafter.
+    """
     clock = Clock()
     target, sampling = charged(clock), Sampling(max_new_tokens=200)
     plain = run(toy_target(layers=1), PROMPT, sampling)[0]
@@ -112,7 +115,7 @@ def test_a_disabled_drafter_is_not_asked_in_most_rounds(monkeypatch: pytest.Monk
 
 
 def test_a_text_that_lookups_write_does_not_keep_the_learned_drafter_from_another() -> None:
-    """Two requests in one batch: lookups know all of the first, so that nobody reads its prompt, and nothing else."""
+    """Lookups predict all of the first request in a batch, so its prompt is never read, and nothing of the second."""
     clock = Clock()
     target = charged(clock)
     texts = [
@@ -168,7 +171,7 @@ def test_each_part_of_a_cascade_has_a_budget_of_its_own_and_a_draft_says_whose_i
 
 
 class Watched(DrafterWrapper):
-    """Notes how much of the reply was there when it was asked, and how sure it had to be then."""
+    """Records the length of the reply and the required confidence at each request."""
 
     def __init__(self, inner: Drafter, free: bool, reads_prompt: bool = True) -> None:
         super().__init__(inner)
@@ -197,7 +200,7 @@ def test_the_first_token_waits_for_no_drafter_that_reads_the_prompt(
 
 
 def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
-    """In the first round nobody else drafts, however much the model did in the reply before."""
+    """In the first round, no other drafter drafts, even if the model drafted much in the previous reply."""
     clock, sampling = Clock(), Sampling(max_new_tokens=100)
     target = charged(clock)
     plain = run(target, PROMPT, sampling)[0]
@@ -212,7 +215,7 @@ def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
 
 
 def test_each_part_notes_once_that_a_text_begins() -> None:
-    """A part begins later if other tokens are known or lookups draft."""
+    """A part starts later if other tokens are known or lookups draft."""
     target, sampling = toy_target(layers=1), Sampling(max_new_tokens=40)
     plain = run(target, PROMPT, sampling)[0]
     engine = Engine(target, DrafterStack([Watched(Oracle([0], 1.0, 37), True), Oracle([*PROMPT, *plain], 1.0, 37)]))

@@ -14,12 +14,12 @@ from tests.support import vocabularies
 
 
 def byte_decode(ids: Sequence[int]) -> str:
-    """A byte-level tokenizer: token i is byte i."""
+    """Decode with a byte-level tokenizer: token i is byte i."""
     return bytes(ids).decode("utf-8", errors="replace")
 
 
 def spaced_decode(ids: Sequence[int]) -> str:
-    """Like SentencePiece: every token begins with a space, the text does not."""
+    """Decode like SentencePiece: every token begins with a space, but the text does not."""
     return " ".join(f"w{i}" for i in ids)
 
 
@@ -53,7 +53,7 @@ def test_real_tokenizers_read_the_same_piece_by_piece(kind: str, parts: list[str
 
 
 @pytest.mark.parametrize("token", [0xFF, 0xF0, 256])
-def test_tokens_that_never_complete_a_character_are_not_decoded_again_and_again(token: int) -> None:
+def test_tokens_that_never_complete_a_character_are_not_decoded_repeatedly(token: int) -> None:
     longest = 0
 
     def decode(ids: Sequence[int]) -> str:
@@ -97,7 +97,7 @@ def test_stop_strings_cut_at_the_first_match_however_the_text_arrives(parts: lis
 def replies(
     tokens: list[int], sampling: Sampling, blocks: list[int], eos: tuple[int, ...] = ()
 ) -> tuple[str, list[int], str | None]:
-    """Feed the tokens in verdicts of the given sizes: (text, token ids, finish reason)."""
+    """Feed the tokens in verdicts of the given sizes. Return (text, token ids, finish reason)."""
     stream = TextStream(sampling, eos, letters, 1000)
     text, ids, at = "", [], 0
     for size in blocks:
@@ -197,7 +197,7 @@ def test_no_logprobs_unless_asked_for_and_none_but_the_tokens_own_for_zero() -> 
 
 
 def test_a_verdict_that_is_trimmed_and_not_emitted_changes_nothing() -> None:
-    """A round that fails before its commit is repeated."""
+    """A round that fails before its commit is run again."""
     stream = TextStream(Sampling(stop="fgh", max_new_tokens=8), (), letters, 1000)
     for part in ("abe", "fg", "xyz"):
         verdict = Verdict(tuple(range(1, len(part))), tuple(map(ord, part)))

@@ -19,8 +19,11 @@ Accept = Callable[[int], float]
 
 
 class World:
-    """Rounds that take `base` and `per_row` more for every row, drafting `per_level`; a draft is kept to depth d + 1,
-    once at d, with the chance `right`. Times are jittered, and now and then another program takes the machine."""
+    """Simulated rounds. A pass takes `base` plus `per_row` for every row, and drafting takes `per_level`.
+
+    A draft that is accepted to depth d is accepted to depth d + 1 with probability `right`. Times have jitter, and
+    sometimes another program uses the machine.
+    """
 
     def __init__(self, most: DraftBudget, per_row: float, per_level: float, right: float, together: int = 1) -> None:
         self.controller = Driven(most)
@@ -33,7 +36,7 @@ class World:
         return self.per_level * size.depth, 1.0 + self.per_row * max(MIN_ROWS, self.together * (size.nodes + 1))
 
     def round(self) -> tuple[float, float]:
-        """(tokens of a request, seconds)."""
+        """Return (tokens of a request, seconds)."""
         size = self.controller.choose(self.together)
         self.sizes.append(size.nodes)
         drafting, verifying = self.seconds(size)
@@ -58,7 +61,7 @@ class World:
         return sum(len(v.tokens) for v in verdicts) / self.together, drafting + verifying
 
     def speed(self, rounds: int) -> float:
-        """Tokens per second over plain decoding's."""
+        """Return tokens per second relative to plain decoding."""
         tokens, seconds = (sum(part) for part in zip(*(self.round() for _ in range(rounds)), strict=True))
         return tokens / seconds * self.seconds(DraftBudget.chain(0))[1]
 
@@ -88,8 +91,10 @@ def test_it_comes_close_to_the_best_fixed_size_and_never_much_below_none(
 
 
 class Mixture(World):
-    """Every row reads its own few of many experts, which are most of a pass: each row costs less than the one before
-    it, and the first ones nearly as much as a pass."""
+    """Passes of a mixture of experts, which spend most of their time reading the experts of their rows.
+
+    Each row costs less than the row before it, and the first rows cost nearly as much as a pass.
+    """
 
     count, used, share = 128, 8, 0.8
 
@@ -146,7 +151,7 @@ def test_a_size_that_was_measured_in_a_bad_moment_is_measured_again() -> None:
     assert world.speed(200) > 0.9 * world.best()
 
 
-def test_full_rows_leave_no_room_for_drafts() -> None:
+def test_large_batches_get_shorter_drafts() -> None:
     """If every row costs time, sixteen requests draft less than one. Each batch size is estimated separately."""
     world = World(DraftBudget.chain(5), per_row=0.05, per_level=0.01, right=0.5)
     world.speed(100)
@@ -173,8 +178,8 @@ def test_sizes_go_from_nothing_to_all() -> None:
     assert {Driven(DraftBudget.chain(0)).choose() for _ in range(9)} == {DraftBudget.chain(0)}
 
 
-def test_a_text_that_begins_ends_a_rest() -> None:
-    """A decision to draft nothing stands for some rounds, of the same texts."""
+def test_a_new_text_ends_a_pause_in_drafting() -> None:
+    """A decision not to draft holds for some rounds of the same texts."""
     world = World(DraftBudget.chain(4), 0.0, 0.01, 0.9)
     world.speed(100)
     world.right = 0.0
@@ -185,8 +190,8 @@ def test_a_text_that_begins_ends_a_rest() -> None:
     assert world.controller.choose(fresh=1).nodes > 0
 
 
-def test_the_end_of_a_text_teaches_nothing() -> None:
-    """A draft that was cut by EOS or by the length was not wrong."""
+def test_the_end_of_a_text_does_not_count_as_a_rejection() -> None:
+    """A draft that EOS or the length limit truncated was not wrong."""
     controller = Driven(DraftBudget.chain(4))
     for _ in range(30):
         size = controller.choose()
@@ -196,7 +201,7 @@ def test_the_end_of_a_text_teaches_nothing() -> None:
 
 
 def test_tokens_that_a_budget_left_out_do_not_count_as_wrong() -> None:
-    """A chain of 4 cut to 1 at the end of a block says nothing of the second token."""
+    """A chain of 4 that is cut to 1 at the end of a block gives no information about the second token."""
     controller = Driven(DraftBudget.chain(4))
     for _ in range(60):
         controller.choose()
@@ -208,7 +213,7 @@ def late(ahead: int) -> DraftBudget:
     """Return the choices for a reply to a prompt of 1,000 tokens that the drafter reads at 10 ms per token."""
     controller = Driven(DraftBudget.chain(4))
     for turn in range(60):
-        # At first little, which says what much will cost.
+        # At first few tokens, to estimate the cost of many.
         behind = 40 if turn < 10 else 1000 if turn % 10 == 0 else 3
         size = controller.choose(unread=behind, written=100)
         kept = tuple(range(1, size.nodes))
@@ -242,14 +247,14 @@ def test_after_a_pause_the_new_measurement_counts_most() -> None:
     assert seen.value < 1.1
 
 
-def test_an_outlier_after_the_first_measurement_is_not_believed() -> None:
+def test_an_outlier_after_the_first_measurement_is_ignored() -> None:
     curve = Curve(slope=0.1)
     for seconds in (2.5, 9.0):
         curve.add(8, seconds, 1)
     assert curve.at(8) == 2.5
 
 
-def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
+def test_a_small_pass_never_costs_more_than_a_larger_pass() -> None:
     curve = Curve(slope=0.1)
     for size, seconds in ((4, 9.0), (8, 2.0), (16, 4.0)):
         curve.add(size, 10.0, 1)
@@ -259,8 +264,8 @@ def test_a_small_pass_is_taken_to_cost_no_more_than_a_larger_one() -> None:
     assert curve.at(20) == pytest.approx(4.0 * 3.0 / 2.6)
 
 
-def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learning() -> None:
-    """Of two requests that share rounds one is not drafted for: drafts of the other are right, or wrong, as ever."""
+def test_requests_without_drafts_do_not_prevent_learning() -> None:
+    """Two requests share rounds, and one of them has no drafts. The other's drafts are still right or wrong."""
     for right, expected in ((True, 6), (False, 0)):
         controller = Driven(DraftBudget.chain(6))
         sizes = []
@@ -275,7 +280,7 @@ def test_company_that_is_drafted_for_in_other_ways_does_not_keep_it_from_learnin
 
 
 def test_a_round_that_yields_no_token_does_not_stop_later_rounds() -> None:
-    """Of two parts that share rounds, one draws and the reply fails; before any other round, and after many."""
+    """One of two parts that share rounds draws, and the reply fails, either in the first round or after many."""
     for rounds in (0, 50):
         world = World(DraftBudget.chain(6), 0.02, 0.1, 0.8)
         world.others = 1
@@ -287,7 +292,7 @@ def test_a_round_that_yields_no_token_does_not_stop_later_rounds() -> None:
         assert world.speed(300) > 1.1
 
 
-def test_a_clock_that_stands_still_does_not_stop_the_controller() -> None:
+def test_a_stopped_clock_does_not_stop_the_controller() -> None:
     controller = Driven(DraftBudget.chain(4))
     for _ in range(40):
         size = controller.choose()
@@ -303,8 +308,10 @@ def test_a_chain_has_one_node_for_each_level(most: DraftBudget) -> None:
 
 
 class Uneven(World):
-    """Drafters that stop: a chain goes on with the chance `goes_on`, and begins with `begins`. A batch's levels are
-    drafted together. Lookups lengthen chains by `more`."""
+    """Drafters that stop early: a chain begins with probability `begins` and continues with probability `goes_on`.
+
+    The levels of a batch are drafted together. Lookups lengthen chains by `more`.
+    """
 
     begins, goes_on, more = 1.0, 1.0, 0
 
@@ -333,7 +340,7 @@ class Uneven(World):
 
 
 def test_tokens_that_lookups_add_are_not_credited_to_the_drafter() -> None:
-    """Chains of two levels that became twelve tokens do not make levels look cheap."""
+    """Chains of two levels that lookups extend to twelve tokens do not reduce the estimated cost of a level."""
     world = Uneven(DraftBudget.chain(8), 0.03, 0.15, 0.42)
     world.goes_on, world.more = 0.0, 10
     world.speed(200)
@@ -344,7 +351,7 @@ def test_tokens_that_lookups_add_are_not_credited_to_the_drafter() -> None:
 
 @pytest.mark.parametrize("per_level", [0.3, 0.6])
 def test_drafting_nothing_takes_time_too(per_level: float) -> None:
-    """A drafter that is mostly at a loss, after a pass of its own."""
+    """The drafter usually has no draft, but runs a pass to find out."""
     world = Uneven(DraftBudget.chain(4), 0.03, per_level, 0.9)
     world.begins = 0.3
     world.speed(100)
@@ -362,7 +369,7 @@ def test_a_batch_drafts_as_long_as_its_longest_chain(
 
 
 def caught_up(asked: int, together: int) -> float:
-    """What a token of catching up is found to cost, where it takes 0.1 ms and a level 1 ms."""
+    """Return the estimated cost of a token of catching up. It takes 0.1 ms, and a level takes 1 ms."""
     controller = Driven(DraftBudget.chain(8))
     for turn in range(200):
         late = turn > 40 and turn % 4 == 0
@@ -377,8 +384,8 @@ def caught_up(asked: int, together: int) -> float:
 
 
 @pytest.mark.parametrize(("asked", "together"), [(8, 8), (4, 8), (1, 8), (1, 16)])
-def test_catching_up_costs_the_same_whoever_shares_the_round(asked: int, together: int) -> None:
-    """Of a batch some begin, and wait for no draft yet."""
+def test_the_cost_of_catching_up_does_not_depend_on_the_batch(asked: int, together: int) -> None:
+    """Some requests of the batch are new and do not wait for drafts yet."""
     assert caught_up(asked, together) == pytest.approx(0.0001, rel=0.3)
 
 

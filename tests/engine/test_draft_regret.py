@@ -1,5 +1,5 @@
-"""What a draft length that must be found out costs, over whole replies: a table of prices and acceptance in, speed over
-plain decoding's out."""
+"""The cost of finding the draft length over whole replies: from prices and acceptance rates to speed relative to plain
+decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFILL, _PLAIN = 0.15, 0.045
 
 @dataclass(frozen=True)
 class Prices:
-    """A drafter, in plain rounds: of a row more, of a level of drafting, and of a token of catching up."""
+    """Costs of a drafter, in plain rounds: an additional row, a level of drafting, and a token of catching up."""
 
     most: DraftBudget
     row: float
@@ -36,14 +36,14 @@ DRAFTERS = {
 
 
 class Machine:
-    """Replies one after the other, with one controller. Times are jittered, and now and then disturbed."""
+    """Successive replies with one controller. Times have jitter and occasional disturbances."""
 
     def __init__(self, prices: Prices, seed: int) -> None:
         self._prices, self._dice = prices, random.Random(seed)
         self._controller = Driven(prices.most, free=not prices.token)
 
     def speed(self, prompt: int, length: int, right: float) -> float:
-        """Return a reply's speed over plain decoding's, end to end. `right`: the chance of a drafted token."""
+        """Return a reply's end-to-end speed relative to plain decoding. `right` is the acceptance rate per token."""
         unread, written, seconds = prompt, 0, prompt * _PREFILL
         while written < length:
             size = self._controller.choose(1, unread, length - written, written, int(not written))
@@ -73,10 +73,10 @@ class Machine:
 
 
 class Knowing(Machine):
-    """Replies by a drafter that knows which of its tokens are likely, and ends a chain where the next does not pay."""
+    """Replies with a drafter that knows its tokens' probabilities, and stops when the next token is not worthwhile."""
 
     def _draft(self, budget: DraftBudget, right: float) -> tuple[int, int]:
-        """`right`: the share of tokens that are nearly certain; the others are accepted once in three times."""
+        """`right` is the share of nearly certain tokens. The others are accepted a third of the time."""
         least = self._controller.last.price + self._controller.last.pace * self._prices.level * _PLAIN
         odds, drafted, kept = 1.0, 0, 0
         while drafted < budget.depth and (not drafted or odds >= least):
@@ -119,7 +119,7 @@ def test_many_replies_that_cannot_be_guessed_cost_two_percent_at_most(name: str)
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_each_text_is_judged_by_itself(name: str) -> None:
-    """Texts that can be guessed and texts that cannot take turns."""
+    """Predictable and unpredictable texts alternate."""
     good, hostile = [], []
     for seed in range(3):
         machine = Machine(DRAFTERS[name], seed)
@@ -131,7 +131,7 @@ def test_each_text_is_judged_by_itself(name: str) -> None:
 
 
 def test_long_chains_of_one_text_do_not_raise_the_cost_estimate_of_another() -> None:
-    """A chain ends early in a text that is hard to guess: what long ones cost elsewhere says nothing here."""
+    """Chains end early in an unpredictable text, so the cost of long chains in other texts is irrelevant."""
     easy, hard = [], []
     for seed in range(4):
         machine = Knowing(DRAFTERS["draft model"], seed)

@@ -27,7 +27,7 @@ from tests.support.toys import toy_target
 
 
 class Watched(Decoder):
-    """Notes the shape of every pass."""
+    """Records the shape of every pass."""
 
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         self.passes = [*getattr(self, "passes", []), (tuple(rows.tokens.shape), want.logits)]
@@ -73,7 +73,7 @@ def test_a_prompt_of_one_token_needs_no_prefill() -> None:
 
 
 def test_cost_follows_the_text_and_not_the_limit() -> None:
-    """Same text, other `max_new_tokens`: the same passes and the same memory."""
+    """The same text with another `max_new_tokens` needs the same passes and the same memory."""
     shapes, sizes = [], []
     for limit in (16, 1500):
         target = watched()
@@ -132,14 +132,14 @@ def test_an_allocation_that_fails_is_a_typed_error() -> None:
 
 def test_the_self_check_tells_targets_whose_rows_depend_on_each_other() -> None:
     class Leaky(Decoder):
-        """As with activation scales per tensor: each row shifts a little with the largest in the pass."""
+        """Shifts each row slightly with the largest value in the pass, like per-tensor activation scales."""
 
         def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
             out = super().forward(rows, cache, want)
             return Forward(out.logits * (1 + 1e-12 * rows.tokens.max()), out.taps)
 
     class Rounded(Decoder):
-        """Rows of float64 that agree to the last bit, whatever the shape of the pass."""
+        """Returns float64 rows that have the same bits in passes of any shape."""
 
         def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
             return Forward(super().forward(rows, cache, want).logits.mul(1e6).round())
@@ -156,7 +156,7 @@ def test_the_self_check_ends_at_the_first_row_that_differs() -> None:
     passes: list[int] = []
 
     class ByLength(Decoder):
-        """Rows that depend on the size of their pass."""
+        """Returns rows that depend on the size of the pass."""
 
         def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
             passes.append(rows.tokens.shape[1])
@@ -223,7 +223,7 @@ def test_a_draft_model_that_breaks_costs_speed_and_not_the_reply(temperature: fl
 
 
 class Sized(DrafterWrapper):
-    """Notes what is asked for, and likes trees."""
+    """Records its budgets, and prefers trees."""
 
     def __init__(self, text: Sequence[int]) -> None:
         super().__init__(Oracle(text, 0.7, 37))
@@ -285,7 +285,7 @@ def test_the_end_of_a_request_releases_only_its_own_slot() -> None:
 
 
 class NotFinite(Oracle):
-    """Ranks rows of NaN, as a broken draft model does."""
+    """Ranks rows of NaN, like a broken draft model."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return [independent(one, one.budget, torch.full((2, 37), torch.nan)) for one in asks]

@@ -1,4 +1,4 @@
-"""Hybrids: the same text with every drafter, from cached prefixes, after roll-backs, and bit for bit in bfloat16."""
+"""Hybrids: the same text with every drafter, with cached prefixes, after rollbacks, and bit for bit in bfloat16."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plain() -> list[list[int]]:
 
 @cover(shape=SHAPES, name=[*DRAFTERS], together=[("name",), ("shape",)])
 def test_the_text_does_not_depend_on_the_drafter(name: str, shape: DraftBudget, plain: list[list[int]]) -> None:
-    """Over a checkpoint, greedy and sampled side by side."""
+    """The text crosses a checkpoint, with greedy and sampled requests in one batch."""
     engine = Engine(TARGET, DRAFTERS[name](), shape)
     replies = run_together(engine, [text(CHECKPOINT - 10)] * 2, [GREEDY, SAMPLED])
     assert [reply[0] for reply in replies] == plain
@@ -90,7 +90,7 @@ def test_mamba_keeps_its_text_too(shape: DraftBudget, name: str) -> None:
 
 
 @some("shape", SHAPES, fast=["tree"])
-def test_a_state_of_mamba_that_is_applied_twice_is_another_text(shape: DraftBudget) -> None:
+def test_applying_a_mamba_update_twice_changes_the_text(shape: DraftBudget) -> None:
     engine = Engine(broken(Twice, hybrid=tiny_mamba), NGram(), shape)
     for sampling in (GREEDY, SAMPLED):
         prompt = text(CHECKPOINT - 10)

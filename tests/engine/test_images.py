@@ -1,4 +1,4 @@
-"""Prompts with images in the engine: with every drafter, in batches, from the prefix cache, after a suspension."""
+"""Prompts with images in the engine: with every drafter, in batches, with the prefix cache, and after suspension."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def image(seed: int, rows: int = 6, **how: object) -> EncodedImage:
 
 
 def prompt(*images: EncodedImage, tail: int = 5) -> ImagePrompt:
-    """Return a prompt of text and images in turn."""
+    """Return a prompt that alternates text and images."""
     tokens, placed = [1, 2, 0, 4], list[PlacedImage]()
     for number, one in enumerate(images):
         first = len(tokens)
@@ -45,7 +45,7 @@ def prompt(*images: EncodedImage, tail: int = 5) -> ImagePrompt:
 
 
 def _seamless(target: Decoder) -> Engine:
-    """Return an engine that may cut prompts anywhere, as with the CPU kernels."""
+    """Return an engine that can split prompts anywhere, as with the CPU kernels."""
     engine = Engine(target)
     engine.seamless = True
     return engine

@@ -49,7 +49,7 @@ class Case:
         return [self.llm.generate(PROMPT, **how).token_ids for how in (FIRST, SECOND)]
 
     def leaks(self) -> list[int]:
-        """Return how many slots each cache has that are taken."""
+        """Return the number of occupied slots in each cache."""
         caches = [self.llm.engine.cache, *(drafter._cache for drafter in self.cached)]
         tables = [one for one in caches if isinstance(one, SlotTable)]
         return [len(table.lengths) - len(table._free) for table in tables]
@@ -115,7 +115,7 @@ def answers() -> list[list[int]]:
 
 
 known = cache(made)
-"""A model that other errors have come to already."""
+"""Return a cached model, which has already had other errors."""
 
 
 @cache
@@ -137,15 +137,15 @@ def run(seed: int) -> None:
     draw = random.Random(seed)
     drafter, size, request = (draw.choice(list(x)) for x in (DRAFTERS, SIZES, REQUESTS))
     lines, kind = draw.random() < 0.5, draw.choice(list(ERRORS))
-    # In half of the runs the error comes into a model's first request, before anything was measured.
+    # In half of the runs, the error occurs in a model's first request, before any measurement.
     one = draw.choice([known, made])(drafter, size)
-    # Early moments matter most: that is where slots are taken.
+    # Early moments matter most, because slots are acquired then.
     moment = 1 + int(moments(drafter, size, request, lines) * draw.random() ** 2)
     with raising(ERRORS[kind](), moment, lines):
         _attempt(one.llm, request)
     what = f"{seed}: {kind} at {'line' if lines else 'call'} {moment} of {request!r} with {drafter!r}, {size}"
     assert one.ask() == one.answers, f"{what} changed later answers"
-    # Where the error comes into the release itself, the next request releases the slot. So it does where a request was
+    # If the error occurs in the release itself, the next request releases the slot. The same applies if a request was
     # collected as garbage during a pass.
     if any(one.leaks()):
         gc.collect()

@@ -1,4 +1,4 @@
-"""Errors and interrupts while slots are taken and given back: nothing is hidden, nothing is left."""
+"""Errors and interrupts while slots are acquired and released: no error is hidden, and no slot stays occupied."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOW: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0.8, "seed": 1}
 
 
 def drafted(remember: bool) -> tuple[LLM, Eagle]:
-    """Return a model with a head, and with a prefix cache if it is to `remember`."""
+    """Return a model with a head, and with a prefix cache if `remember` is True."""
     eagle = Eagle(EAGLE, eagle_tensors(EAGLE), MODEL.target)
     llm = LLM(MODEL, eagle, DraftBudget.chain(3))
     if remember:
@@ -39,7 +39,7 @@ def drafted(remember: bool) -> tuple[LLM, Eagle]:
 
 
 def taken(*caches: Any) -> int:
-    """Return how many slots are taken."""
+    """Return the number of occupied slots."""
     assert all(isinstance(cache, SlotTable) for cache in caches)
     return sum(len(cache.lengths) - len(cache._free) for cache in caches)
 

@@ -35,7 +35,7 @@ def test_the_text_does_not_depend_on_its_mtp_layer(shape: DraftBudget, tmp_path:
 
 
 def test_the_cache_holds_one_row_by_token() -> None:
-    """28 numbers in each of 4 layers, where keys and values of 6 heads would be 180."""
+    """Each of 4 layers stores 28 numbers. Keys and values of 6 heads would be 180 numbers."""
     target = v3()
     cache = target.new_cache()
     slot = cache.acquire()

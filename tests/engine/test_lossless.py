@@ -1,4 +1,4 @@
-"""Losslessness is one property: `with speculation == without`, token for token. And proof that the test can fail."""
+"""Losslessness is one property: `with speculation == without`, token for token. Negative controls prove the tests."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ SHAPES = {"chain": DraftBudget.chain(5), "long chain": DraftBudget.chain(11), "t
 
 
 def no_echo(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
-    """A processor of somebody's own that depends on the whole prefix: its sum decides which third is disfavoured."""
+    """A user-defined processor that depends on the whole prefix. Its sum selects a third of the tokens to penalise."""
     logits[(sum(prefix.tokens) + len(prefix.reply)) % 3 :: 3] -= 2.0
     return logits
 
@@ -147,7 +147,7 @@ STOPS: dict[str, Callable[[list[int], int], tuple[dict[str, Any], list[int]]]] =
     "length": lambda text, at: ({"max_new_tokens": at + 1}, []),
     "eos": lambda text, at: ({}, [text[at]]),
 }
-"""(text, place in it) -> parameters and end-of-sequence tokens that stop the text there."""
+"""(text, position) -> parameters and end-of-sequence tokens that stop the text at this position."""
 
 
 @cover(
@@ -197,7 +197,7 @@ def test_drafts_reach_the_end_of_the_context() -> None:
 
 @given(st.lists(st.integers(0, 36), min_size=1, max_size=30), st.integers(0, 99), st.data())
 def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObject) -> None:
-    """Drafts arbitrary trees at arbitrary rounds. Some of their paths are right. Torch's products, without kernels."""
+    """Draft arbitrary trees, with some right paths, in arbitrary rounds. Use torch's products without kernels."""
     sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=seed)
     plain = run(EXACT, prompt, sampling)[0]
 
@@ -219,7 +219,7 @@ def test_any_tree_at_any_moment(prompt: list[int], seed: int, data: st.DataObjec
     together=[("temperature", "prompt"), ("length",)],
 )
 def test_a_model_that_drafts_for_itself_is_always_right(temperature: float, length: int, prompt: list[int]) -> None:
-    """Any slip in the draft's cache or positions (an off-by-one, a stale row) shows as a rejection."""
+    """Any error in the draft's cache or positions (an off-by-one, a stale row) would cause a rejection."""
     sampling = Sampling(max_new_tokens=60, temperature=temperature, seed=4)
     _, _, stats = run(TOY, prompt, sampling, DraftModel(TOY, 37), DraftBudget.chain(length))
     assert stats.tokens_per_round == 1 + length, "a row of padding was taken for the last token"
@@ -250,7 +250,7 @@ def test_a_commit_that_forgets_to_move_a_trees_rows_is_noticed(monkeypatch: pyte
 
 def test_an_off_by_one_in_the_drafts_cache_is_noticed() -> None:
     class Late(DraftModel):
-        """Is one token behind, beginning with the first round."""
+        """Is one token behind from the first round."""
 
         def observe(self, slot, verdict, out):  # type: ignore[no-untyped-def]
             text = self._slots[slot].token_ids
@@ -266,7 +266,7 @@ def test_an_off_by_one_in_the_drafts_cache_is_noticed() -> None:
 
 
 def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting with another noise than the target's costs acceptance at once: the coupling is real."""
+    """Drafting with different noise than the target lowers acceptance, so the noise is really shared."""
     sampling = SAMPLINGS["hot"]
     right = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(5))[2]
     rank = Sampler.rank
@@ -278,7 +278,7 @@ def test_noise_of_the_wrong_position_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_noise_that_moves_with_the_round_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh noise per draw, as ordinary samplers have it, makes the text depend on the draft."""
+    """New noise for each draw, as in ordinary samplers, makes the text depend on the draft."""
     plain = plain_text(TOY, PROMPT, SAMPLINGS["warm"])
     honest, draws = Noise.best, itertools.count()
     monkeypatch.setattr(Noise, "best", lambda self, position, *row: honest(self, next(draws) // 2, *row))
@@ -286,7 +286,7 @@ def test_noise_that_moves_with_the_round_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_processor_that_does_not_see_the_drafted_path_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Penalties counted at a round's start, not at each row, as batched engines had them."""
+    """This processor counts penalties at the start of a round instead of at each row, as other batched engines did."""
     honest = Sampler.process
     for name in ("penalties", "bans", "all at once"):
         plain = plain_text(TOY, PROMPT, SAMPLINGS[name])
@@ -306,7 +306,7 @@ def test_logprobs_are_the_same_with_and_without_speculation(name: str, shape: Dr
         assert ours.chosen == pytest.approx(alone.chosen, abs=1e-9)
         assert [i for i, _ in ours.top] == [i for i, _ in alone.top]
         assert [p for _, p in ours.top] == pytest.approx([p for _, p in alone.top], abs=1e-9)
-    # And both are the model's own for this text, before any shaping.
+    # Both equal the model's own log-probabilities for this text, before sampling parameters apply.
     cache = TOY.new_cache()
     fed = TOY.forward(pack_prefix(PROMPT + text, cache.acquire(), 0, TOY.device), cache, Want()).logits[0]
     rows = fed[len(PROMPT) - 1 : len(PROMPT) + len(text) - 1].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""GLM-4.5, DeepSeek V3 and Llama 4 (over the borders of chunks): the same text with drafters, batches, roll-backs."""
+"""GLM-4.5, DeepSeek V3 and Llama 4 (across chunk boundaries): the same text with drafters, batches and rollbacks."""
 
 from __future__ import annotations
 

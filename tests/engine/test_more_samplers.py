@@ -1,4 +1,4 @@
-"""DRY, XTC, top-n-sigma and thinking budgets change the text, and drafts change nothing of it."""
+"""DRY, XTC, top-n-sigma and thinking budgets change the text, and drafts do not change it further."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ BUDGETS = {
     "begun by the prompt, by hand": ("", "'>", "it is"),
     "begun by the reply": ("k", "'>", "it is"),
 }
-"""Texts around the reasoning, and a prompt. The toy writes its reply's first letter as a bias makes it."""
+"""Texts before and after the reasoning, and a prompt. A bias decides the first letter of the toy's reply."""
 MODEL = toy_model(layers=2)
 LLM_ALONE = LLM(MODEL)
 
@@ -128,7 +128,7 @@ def test_a_thinking_budget_forces_the_end_at_its_place(
 
 
 def test_a_thinking_budget_counts_no_token_twice() -> None:
-    """A drafter may lag behind the text that the target has read."""
+    """A drafter can be behind the text that the target has read."""
     budget, row = ThinkingBudget(4, "", "q").limit(toy_model().tokenizer), torch.zeros(37)
     assert [len(budget.forced(Prefix([1] * size, (), 1), 9)) for size in (4, 2, 4, 5, 3, 5)] == [0, 0, 0, 1, 0, 1]
     assert budget(Prefix([1] * 4, (), 1), row.clone()).tolist() == row.tolist()

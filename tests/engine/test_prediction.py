@@ -1,4 +1,4 @@
-"""Predicted replies: the same text, fewer rounds where the prediction holds, hardly more where it does not."""
+"""Predicted replies: the same text, with fewer rounds if the prediction is right and hardly more if it is wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAFTERS: dict[str, Any] = {
 
 
 def edited(text: Sequence[int], *places: int) -> list[int]:
-    """The text with one token replaced, one left out and one put in at each of the places."""
+    """Return the text with one token replaced, one removed and one inserted at each of the positions."""
     found = list(text)
     for place in sorted(places, reverse=True):
         found[place : place + 3] = [(found[place] + 1) % 37, found[place + 2], 7]
@@ -67,8 +67,8 @@ def test_no_prediction_changes_the_text(name: str, drafter: str) -> None:
         assert rounds["of another text"] > 0.9 * LENGTH
 
 
-def test_the_rules_that_draw_keep_to_the_text_of_their_drafts() -> None:
-    """Twice the same, whatever time has passed: point-mass drafts, of a length that no measurement decides."""
+def test_rules_that_draw_reproduce_their_text() -> None:
+    """Two runs give the same text at any speed: drafts are point masses, and their length does not depend on timing."""
     llm, sampling = toy_llm(layers=2), SAMPLINGS["rejection"]
     prediction = toy_llm(layers=2).generate("hello", replace(sampling, rule="match")).token_ids
     first = llm.generate("hello", sampling, prediction=prediction)
@@ -111,7 +111,7 @@ def test_accepted_tokens_are_counted() -> None:
 
 
 def follow(prediction: PredictedReply, text: Sequence[int]) -> list[int]:
-    """Play a reply; return how many tokens each round kept of its draft."""
+    """Simulate a reply. Return the number of accepted draft tokens in each round."""
     at, kept = 0, []
     while at < len(text):
         draft = prediction.propose(len(text) - at - 1)
@@ -143,8 +143,8 @@ def test_insertions_and_deletions_are_followed() -> None:
     assert len(follow(PredictedReply(text), moved)) < 30
 
 
-def test_a_prediction_that_keeps_failing_is_asked_less_often() -> None:
-    """Pairs of the prediction occur everywhere in this text, and never go on as they do there."""
+def test_a_prediction_that_keeps_failing_is_used_less_often() -> None:
+    """Pairs of tokens from the prediction occur everywhere in this text, but never with the same successor."""
     prediction = PredictedReply([token for i in range(200) for token in (1, 2, 100 + i)])
     drafts = 0
     for i in range(100):

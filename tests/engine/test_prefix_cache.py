@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and nobody can tell from the text."""
+"""Common prefixes of prompts are computed once, without any effect on the text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.conftest import packaged_model
 from tests.support.cached_engine import CachedEngine, begun
 from tests.support.cover import some
-from tests.support.native_models import BASE, GEMMA4, MODELS, native
+from tests.support.native_models import BASE, DELTA_NET, GEMMA4, MODELS, native
 from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import toy_foreigner, toy_model, toy_target
@@ -75,10 +75,10 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 }
 
 KINDS = ["none", "suffix", "eagle-3", "block", "retold", "stack"]
-"""Drafters that save nothing, states, and parts of both."""
+"""Drafters that save nothing, that save states, and that combine both."""
 
 Wish = tuple[int, int, tuple[int, ...], float, str]
-"""A request: which text before it, how much of that, what follows, the temperature, the drafter."""
+"""A request: index of an earlier text, number of its tokens to repeat, tokens that follow, temperature, drafter."""
 
 wishes = st.tuples(
     st.integers(0, 5),
@@ -96,7 +96,7 @@ def plain(prompt: Sequence[int], sampling: Sampling) -> list[int]:
 @settings(max_examples=settings().max_examples * 2 // 5)
 @given(st.lists(wishes, min_size=2, max_size=8), st.sampled_from([PLENTY, 200_000, 40_000]))
 def test_texts_equal_texts_without_a_cache(sequence: list[Wish], limit: int) -> None:
-    """For every drafter, any earlier texts including replies and chats, and however small the cache is."""
+    """This holds for every drafter, any earlier texts including replies and chats, and any cache size."""
     prefixes = PrefixCache(limit, seamless=True)
     engines = {name: CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name) for *_, name in sequence}
     texts: list[list[int]] = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9]]
@@ -111,7 +111,7 @@ def test_texts_equal_texts_without_a_cache(sequence: list[Wish], limit: int) -> 
 
 
 @some("name", [*DRAFTERS], fast=KINDS)
-def test_a_chat_goes_on_where_it_ended(name: str) -> None:
+def test_a_chat_continues_where_it_ended(name: str) -> None:
     prefixes = PrefixCache(PLENTY, seamless=True)
     engine = CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name)
     sampling = Sampling(max_new_tokens=20, temperature=0.9, seed=4, ignore_eos=True)
@@ -121,7 +121,7 @@ def test_a_chat_goes_on_where_it_ended(name: str) -> None:
         text += [turn, 3, 2]
         reply = run(TOY, text, sampling, engine=engine)[0]
         assert reply == plain(text, sampling)
-        # The last round is not told to drafters, and of a text all but its last token is in the cache at most.
+        # Drafters do not observe the last round, and the cache has at most all tokens of a text except the last.
         assert engine.cached[-1] >= (before - 8 if turn else 0)
         text += reply
     assert len(prefixes) == 1, "a text that goes on takes the place of its beginning"
@@ -224,7 +224,7 @@ def test_only_whole_chunks_of_a_prompt_are_used_if_passes_change_bits() -> None:
 
 
 def test_whole_chunks_give_the_same_bits_as_no_cache() -> None:
-    """On torch's own kernels, whose rows depend on the pass: logits of the first round after a hit."""
+    """Compare the logits of the first round after a hit with torch's own kernels, where rows depend on the pass."""
     target = tiny_target(context_length=2048, dtype=torch.bfloat16)
     engine = CachedEngine(target, None, None, PrefixCache(PLENTY))
     prompt = [i * i % 37 for i in range(3 * PREFILL_ROWS)]
@@ -236,7 +236,7 @@ def test_whole_chunks_give_the_same_bits_as_no_cache() -> None:
 
 
 class Windowed(Decoder):
-    """One layer sees five positions, the other all."""
+    """A model in which one layer sees five positions, and the other all positions."""
 
     def new_cache(self) -> SlabCache:
         layers = [LayerAttention(8**-0.5, window=5), LayerAttention(8**-0.5)]
@@ -270,7 +270,7 @@ def test_keys_turned_for_another_length_are_not_used(kind: str) -> None:
     sampling = Sampling(max_new_tokens=12, ignore_eos=True)
     for length in (20, 25, 40, 40, 45, 28):
         assert run(target, text[:length], sampling, engine=engine)[0] == run(target, text[:length], sampling)[0]
-    # A short one after a short one; a long one after one of the very length, or of any where these turn alike.
+    # A short prompt after a short prompt; a long one after one of the same length, or of any length with equal factors.
     assert engine.cached == [0, 19, 0, 38, 0 if kind == "dynamic" else 39, 24]
 
 
@@ -307,13 +307,13 @@ def test_a_lookup_among_many_long_texts_takes_no_walk_over_their_tokens() -> Non
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("name", ["llama", "qwen3: head norms", "gemma3", GEMMA4, "heads of 80"])
+@pytest.mark.parametrize("name", ["llama", "qwen3: head norms", "gemma3", GEMMA4, DELTA_NET, "heads of 80"])
 def test_native_kernels_leave_the_same_in_any_pass(name: str) -> None:
     assert seamless(native(replace(BASE, **MODELS[name])), "bits")
 
 
-def test_one_bit_that_a_pass_leaves_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a block's end, in prompts or in rounds, in the last layer."""
+def test_a_single_changed_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bit is past the end of a block, in prompts or in rounds, in the last layer."""
     if library() is None:
         pytest.skip("there is no C++ compiler")
     target = native(BASE)
@@ -353,7 +353,7 @@ def real() -> Iterator[Loaded]:
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_real_models_logits_are_the_same_after_a_hit(real: Loaded) -> None:
-    """A chat whose second turn begins anywhere in a chunk, over what decode rounds wrote, across a block's end."""
+    """The second turn of a chat begins anywhere in a chunk, after rows from decoding, across the end of a block."""
     target = real.target
     free = seamless(target, guarantee(target))
     text = real.tokenizer.encode("The lighthouse keeper wrote down the wind, the swell and every passing sail. " * 40)

@@ -1,4 +1,4 @@
-"""Cached prefixes on disk: the same text after a restart, and no belief in damaged files."""
+"""Cached prefixes on disk: the text is the same after a restart, and damaged files are ignored."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROMPT = [(i * i + i // 7) % 29 for i in range(300)]
 
 
 class Windowed(Decoder):
-    """One layer sees five positions, the other all."""
+    """A model in which one layer sees five positions, and the other all positions."""
 
     def new_cache(self) -> SlabCache:
         layers = [LayerAttention(8**-0.5, window=5), LayerAttention(8**-0.5)]
@@ -67,7 +67,7 @@ def windowed() -> Decoder:
 
 
 def turned() -> Decoder:
-    """A model whose rotary factors depend on the length of the prompt."""
+    """Return a model with rotary factors that depend on the length of the prompt."""
     scaling = (("factor", 4.0), ("original_max_position_embeddings", 30.0))
     config = replace(TINY, context_length=1024, rope=RopeConfig(kind="dynamic", scaling=scaling))
     return Decoder(config, random_tensors(config), torch.float64, torch.device("cpu"))
@@ -106,7 +106,7 @@ def started(
     disk: int = PLENTY,
     seamless: bool = True,
 ) -> CachedEngine:
-    """An engine over a folder, as after a start."""
+    """Return a new engine with a folder, as after a start."""
     target = target or toy_target(context_length=2048)
     engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(0))
     keyed = {"the drafter": (drafter_key(drafter, target), drafter)} if drafter else {}
@@ -136,7 +136,7 @@ def written(folder: Path, prompt: Sequence[int] = PROMPT) -> Path:
 
 
 def settled(store: PrefixStore) -> None:
-    """Wait until nothing is left to write, at most a minute."""
+    """Wait at most a minute until everything is written."""
     until = time.monotonic() + 60
     while store.waiting and time.monotonic() < until:
         time.sleep(0.001)
@@ -202,8 +202,8 @@ def test_keys_of_another_prompt_length_stay_unused_after_a_restart(tmp_path: Pat
         assert again.cached[-1] == cached
 
 
-def test_a_text_is_not_written_again_for_a_drafter_that_came_later(tmp_path: Path) -> None:
-    """`--learn` loads drafters while the server runs. Files hold none of their states."""
+def test_a_text_is_not_rewritten_for_a_drafter_that_was_loaded_later(tmp_path: Path) -> None:
+    """`--learn` loads drafters while the server runs, and earlier files have no states of these drafters."""
     target = toy_target(context_length=2048)
     cache = PrefixCache(PLENTY, True, store_of(started(tmp_path, target)))
     engine = CachedEngine(target, eagle(target), DraftBudget.chain(3), cache)
@@ -267,7 +267,7 @@ def test_a_longer_text_replaces_its_beginning(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
-    """The name and content of a file."""
+    """Return the name and the content of a file."""
     file = written(tmp_path_factory.mktemp("prefixes"))
     return file.name, file.read_bytes()
 
@@ -279,7 +279,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def spoiled(content: bytes) -> Iterator[bytes]:
-    """Yield versions of a file that are cut off or have a flipped bit, at offsets all over it."""
+    """Yield versions of a file that are truncated or have a flipped bit, at offsets spread over the file."""
     header = 32 + sum(prefix_file._FIXED.unpack(content[:32])[3:])
     offsets = {*range(0, 33, 3), *range(40, header, 397), *range(8192, len(content), len(content) // 40)}
     for offset in sorted(offsets):
@@ -293,7 +293,7 @@ def spoiled(content: bytes) -> Iterator[bytes]:
 def test_damaged_files_are_never_believed(
     sample: tuple[str, bytes], tmp_path: Path, logged: Callable[[], list[str]]
 ) -> None:
-    """Cut off or changed anywhere: one line in the log, and the text without a cache."""
+    """A file that is truncated or changed anywhere causes one line in the log, and the text as without a cache."""
     name, content = sample
     path, target = tmp_path / name, toy_target(context_length=2048)
     store = started(tmp_path, target)
@@ -552,8 +552,8 @@ def test_time_that_runs_out_removes_no_older_text(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file]
 
 
-def test_files_from_the_future_make_room(tmp_path: Path) -> None:
-    """The clock was wrong when they were written."""
+def test_files_with_future_dates_are_evicted(tmp_path: Path) -> None:
+    """Their modification times are in the future, because the clock was wrong when they were written."""
     file = written(tmp_path)
     os.utime(file, (time.time() + 86400,) * 2)
     engine = started(tmp_path, disk=file.stat().st_size * 3 // 2)
@@ -577,7 +577,7 @@ def test_texts_that_wait_hold_a_quarter_of_the_memory_at_most(tmp_path: Path, mo
 
 
 class _Unknown(Saved):
-    """A state of a cache that Paceline does not know."""
+    """A cache state that Paceline does not know."""
 
 
 def test_a_state_without_a_form_is_not_written(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
@@ -602,7 +602,7 @@ def test_a_text_larger_than_memory_goes_to_disk(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 def test_native_kernels_continue_from_disk_bit_by_bit(tmp_path: Path) -> None:
-    """With the engine's own checks, and logits of the first round."""
+    """Check this with the engine's own checks, and with the logits of the first round."""
     states = []
     for folder, prompts in ((tmp_path, [PROMPT[:200]]), (tmp_path, [PROMPT]), (None, [PROMPT])):
         engine = Engine(native(BASE))

@@ -1,4 +1,4 @@
-"""A prompt's own log-probabilities, chunk by chunk, and through an engine that suspends what it feeds."""
+"""Log-probabilities of a prompt, chunk by chunk, and with an engine that suspends the prefill."""
 
 from __future__ import annotations
 

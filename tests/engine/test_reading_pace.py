@@ -1,4 +1,4 @@
-"""The number of prompt tokens between two rounds."""
+"""Number of prompt tokens between two rounds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_first_piece_is_small_and_no_quota_means_no_limit() -> None:
     assert ReadingPace(inf).limit(running=True) == inf
 
 
-def test_limits_are_whole_numbers_so_that_no_part_of_a_token_remains() -> None:
+def test_reading_limits_are_whole_numbers_of_tokens() -> None:
     pace = ReadingPace(128)
     pace.observe(30, 0.7)
     assert pace.limit(running=False) == 32

@@ -1,4 +1,4 @@
-"""A round that fails is repeated as long as nothing of it is committed, and never after that."""
+"""A failed round is repeated if none of it is committed, and never after that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft never decides whether a reply fails: rows that plain decoding does not reach have no say."""
+"""A draft never decides whether a reply fails: rows that plain decoding does not reach have no effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = toy_model()
 PROMPT = [1, 2, 3]
 EOS = 36
 TEXT = [5, 9, 5, 9, 5, 9, 5, 9, EOS]
-"""The script of the processors below. The toy's letters: 5 is f, 9 is j."""
+"""The script of the processors below. In the toy's alphabet, 5 is f and 9 is j."""
 
 STOPS: dict[str, dict[str, Any]] = {
     "eos": {},
@@ -86,7 +86,7 @@ def test_rows_past_the_end_of_a_reply_do_not_fail_it(
 
 
 @cover(draft=DRAFTS, size=SIZES, failure=FAILURES, rule=["match", "rejection", "block", "typical"])
-def test_a_row_within_the_reply_fails_it_after_the_tokens_of_plain_decoding(
+def test_a_failing_row_in_the_reply_fails_it_after_the_tokens_of_plain_decoding(
     draft: Callable[[], tuple[Drafter | None, dict[str, Any]]],
     size: DraftBudget,
     failure: tuple[type[Exception], Callable[[Tensor], Any]],

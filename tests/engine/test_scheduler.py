@@ -1,4 +1,4 @@
-"""The order of requests, their neighbours and their drafts do not change a reply."""
+"""The order of requests, the other requests in the batch, and drafts do not change a reply."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOY = toy_target(context_length=2048)
 
 
 def drafters() -> dict[str, Drafter]:
-    """One of every kind."""
+    """Return one drafter of every kind."""
     eagle = eagle_config()
     return {
         "suffix": Suffix(),
@@ -102,7 +102,7 @@ COMING = st.tuples(st.integers(0, 12), PROMPTS, SAMPLINGS, SPECULATIONS, st.samp
 def test_a_reply_equals_the_reply_to_its_prompt_without_others(
     coming: list[tuple[int, list[int], Sampling, Speculation, int | None]], width: int, quota: int, room: int
 ) -> None:
-    """Arrivals, samplings, drafters, seats, memory and clients that leave: nothing of it is in a text."""
+    """Arrival times, sampling, drafters, slots, memory and disconnecting clients do not change a text."""
     engine = Engine(TOY, drafters())
     scheduler = Scheduler(engine, width, quota, lambda lengths: sum(lengths) <= room)
     due = sorted(coming, key=lambda one: one[0])
@@ -276,7 +276,7 @@ def test_a_drafter_that_fails_for_one_request_takes_no_other_with_it() -> None:
 
 @pytest.mark.parametrize("often", [1, 3])
 def test_the_last_reply_waits_when_memory_runs_out_and_loses_nothing(often: int) -> None:
-    """No pass of more than two texts succeeds every so often."""
+    """At some times, passes with more than two texts fail."""
     target, rounds = toy_target(context_length=2048), 0
     honest = target.forward
 
@@ -328,7 +328,7 @@ def test_nothing_is_kept_of_prompts_whose_samples_are_over() -> None:
 
 
 class Forgets(DrafterWrapper):
-    """Fails for one request after its round was judged."""
+    """Fails for one request after its round was verified."""
 
     def __init__(self, inner: Drafter, error: Exception) -> None:
         super().__init__(inner)
@@ -362,7 +362,7 @@ def test_a_drafter_that_fails_after_a_round_loses_no_token_of_others(error: Exce
 
 
 def reading(quota: int = 16, width: int = 8) -> tuple[Engine, Scheduler]:
-    """An engine with a prefix cache, and a scheduler whose clock stands still, so that only the quota counts."""
+    """Return an engine with a prefix cache, and a scheduler with a stopped clock, so that only the quota counts."""
     engine = Engine(TOY)
     engine.__dict__["seamless"] = True
     engine.remember(1 << 24)
@@ -404,7 +404,7 @@ def test_a_sample_does_not_wait_for_a_long_prompt_if_another_sample_has_read_its
 
 
 def turns_in_a_crowd(engine: Engine, scheduler: Scheduler, one: Task) -> int:
-    """The turns until a prompt is read while short ones keep coming, more than can be read."""
+    """Return the turns until a prompt is read, while more short prompts arrive than can be read."""
     turns = 0
     while one not in scheduler.running:
         for _ in range(2 - len(scheduler.waiting)):

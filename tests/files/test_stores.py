@@ -68,7 +68,7 @@ def test_downloaded_models_are_listed(home: Path) -> None:
     assert [model.name for model in stored_models()] == ["qwen3:0.6b:Q4_K_M"]
 
 
-def test_the_cache_of_the_hubs_client(home: Path) -> None:
+def test_models_in_the_hub_clients_cache_are_found(home: Path) -> None:
     for name in ("one", "two"):
         folder = home / f"client/models--owner--{name}"
         write(folder / "refs/main", b"c" * 40)

@@ -149,7 +149,7 @@ NUMBERS = st.sampled_from([math.nan, math.inf, -math.inf, LOWEST, -1.5, -0.0, 0.
 
 
 def rank(x: float) -> float:
-    """A place in the order that is asked for: NaN behind -inf."""
+    """Return a sort key: NaN comes after -inf."""
     return -math.inf if math.isnan(x) else -1e300 if x == -math.inf else x
 
 

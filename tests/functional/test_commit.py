@@ -15,7 +15,7 @@ LENGTHS = torch.tensor([1, 3, 0])
 
 
 def accepted(*choices: int) -> Accepted:
-    """The target wants these tokens after rows 0, 1, 2... of every request."""
+    """Return the verdicts if the target chooses these tokens after rows 0, 1, 2... of every request."""
     logits = torch.nn.functional.one_hot(torch.tensor([*choices, 0, 0, 0, 0][:5]), 10).float()
     return verify_greedy(TREE, logits.expand(3, -1, -1))
 
@@ -29,7 +29,7 @@ def test_ragged_tokens_are_appended_behind_each_text() -> None:
     assert text.tolist() == [[1, 2, 5, 6, 8], [1, 2, 3, 4, 5], [1, 5, -1, -1, -1]]
 
 
-def test_a_roomy_token_cache_keeps_its_width_and_its_argument() -> None:
+def test_a_large_token_cache_keeps_its_width_and_does_not_change_its_argument() -> None:
     before = torch.full((3, 12), 8)
     text, _ = append(before, LENGTHS, accepted(4, 9))
     assert text.shape == (3, 12)

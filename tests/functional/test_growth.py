@@ -38,7 +38,7 @@ MULTIPLIERS = torch.tensor([7, 5, 3, 2])
 
 
 class Path:
-    """A drafter whose logits depend on every token of the path, which it reads through `visible`."""
+    """A drafter with logits that depend on every token of the path, which it reads through `visible`."""
 
     def __init__(self, seed: int, vocab: int = 6) -> None:
         self.table = torch.randn(50, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 2
@@ -49,7 +49,7 @@ class Path:
         return self.table[(level.visible * torch.cat(self.fed, 1)[:, None]).sum(2)]
 
     def after(self, path: tuple[int, ...]) -> Tensor:
-        """Log-probabilities of what follows a path, by definition."""
+        """Return the log-probabilities after a path, by definition."""
         key = sum(int(MULTIPLIERS[d]) * token for d, token in enumerate(path, 1)) if path else 0
         return self.table[key].log_softmax(-1)
 
@@ -58,7 +58,7 @@ class Path:
 
 
 def token_paths(draft: Draft) -> list[tuple[int, ...]]:
-    """Of every row, the tokens from the first node down."""
+    """Return, for every row, the tokens on the path from the first node."""
     out: list[tuple[int, ...]] = [()]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         out.append((*out[parent], token))
@@ -66,7 +66,7 @@ def token_paths(draft: Draft) -> list[tuple[int, ...]]:
 
 
 def eagle2(drafter: Path, config: TreeConfig) -> dict[tuple[int, ...], float]:
-    """The rule in plain Python, for one request: path -> log-probability."""
+    """Apply the rule in plain Python to one request. Return path -> log-probability."""
     floor = math.log(config.confidence) if config.confidence else -math.inf
     level, grown = {(): 0.0}, {}
     for _ in range(config.depth):
@@ -183,7 +183,7 @@ def test_hidden_states_of_the_chosen_parents_are_handed_on() -> None:
             for token in path[:-1]:
                 above = state(torch.tensor(token), above)
             assert float(tree.log_probs[b, node]) == pytest.approx(float((above @ out).log_softmax(-1)[path[-1]]))
-    # And without a head there are none.
+    # Without a head, there are none.
     grow(lambda level: torch.zeros(3, 2, 5) if level.states is None else never(level), root, TreeConfig(2, 2, 4))
 
 
@@ -195,7 +195,7 @@ def test_broken_logits_are_reported_and_never_proposed(bad: float) -> None:
     root[3, :4] = -math.inf
 
     def step(level: Level) -> Tensor:
-        # Only request 0 hears of NaN here; elsewhere nothing is live, or it is fine.
+        # Only request 0 has NaN here. The other requests have no live rows, or valid ones.
         logits = torch.zeros(4, level.tokens.shape[1], 5)
         logits[2] = bad
         logits[3].masked_fill_(~level.live[3, :, None], bad)

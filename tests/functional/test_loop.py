@@ -1,5 +1,5 @@
-"""A whole engine of somebody else's: attention over its own cache, ragged prompts, and nothing of Paceline's but
-the functions. Its text must equal plain decoding."""
+"""A custom engine with attention over its own cache and ragged prompts, which uses only Paceline's functions. Its text
+must equal plain decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5], [8, 9, 7, 9, 3])
 
 
 class Engine:
-    """Two layers of attention with learned positions, in float64."""
+    """Two attention layers with learned positions, in float64."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,7 +45,7 @@ class Engine:
         self.cache = torch.zeros(LAYERS, 2, len(PROMPTS), 2, ROOM, WIDTH // 2, dtype=torch.float64)
 
     def forward(self, tokens: Tensor, places: Tensor, start: Tensor, bias: Tensor) -> Tensor:
-        """Rows [B, T] at `places`, written to the columns from `start` [B] on. Logits [B, T, V]."""
+        """Run rows [B, T] at `places`, and write them to the columns from `start` [B]. Return logits [B, T, V]."""
         batch, count = tokens.shape
         columns = start[:, None] + torch.arange(count)
         x = self.embed[tokens] + self.place[places]
@@ -58,7 +58,7 @@ class Engine:
         return x @ self.out
 
     def plain(self, tokens: Tensor) -> Tensor:
-        """Logits [B, L, V] of whole texts, without anything cached."""
+        """Return logits [B, L, V] of whole texts without a cache."""
         self.cache.zero_()
         count = tokens.shape[1]
         bias = torch.full((count, ROOM), -torch.inf, dtype=torch.float64).triu(1)
@@ -67,7 +67,7 @@ class Engine:
 
 
 def alone(engine: Engine, prompt: list[int], choose: Callable[[Tensor, int], int]) -> list[int]:
-    """Plain decoding of one request, the whole text fed anew for every token."""
+    """Decode one request plainly, and feed the whole text again for every token."""
     text = list(prompt)
     for position in range(len(prompt), len(prompt) + NEW):
         rows = torch.tensor([text] * len(PROMPTS))
@@ -76,7 +76,7 @@ def alone(engine: Engine, prompt: list[int], choose: Callable[[Tensor, int], int
 
 
 class Drafter:
-    """The target with noisy weights: it reads the text so far and each node's path."""
+    """The target with noisy weights. It reads the text so far and each node's path."""
 
     def __init__(self, noise: float) -> None:
         self.model = Engine()
@@ -102,7 +102,7 @@ Verify = Callable[[CandidateTree, Tensor, Tensor, Tensor], Accepted]
 
 
 def decode(noise: float, config: TreeConfig, verify: Verify, drawn: bool = False) -> tuple[list[list[int]], int]:
-    """The texts of all prompts, and how many rounds they took."""
+    """Return the texts for all prompts, and the number of rounds."""
     engine, drafter = Engine(), Drafter(noise)
     prompts = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in PROMPTS], batch_first=True, padding_value=-1)
     ends = torch.tensor([len(p) - 1 + NEW for p in PROMPTS])
@@ -140,7 +140,7 @@ def greedy(tree: CandidateTree, logits: Tensor, q: Tensor, lengths: Tensor) -> A
         (9.0, TreeConfig(3, 3, 9)),
     ],
 )
-def test_ragged_prompts_decode_as_single_prompts(noise: float, config: TreeConfig) -> None:
+def test_ragged_prompts_decode_like_single_prompts(noise: float, config: TreeConfig) -> None:
     texts, rounds = decode(noise, config, greedy)
     assert texts == GREEDY
     if noise == 0.0:
@@ -183,7 +183,7 @@ def test_drawn_candidates_at_temperature_zero_decode_to_the_greedy_text() -> Non
     assert rounds < NEW
 
 
-def test_keys_left_where_they_were_written_spoil_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: without the move, a tree's later rows stand where the text should be."""
+def test_keys_that_are_not_moved_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the negative control: if rows are not moved, a tree's later rows are in the place of the text."""
     monkeypatch.setitem(globals(), "gather_kv_", lambda cache, lengths, accepted: cache)
     assert decode(0.5, TreeConfig(3, 3, 9), greedy)[0] != GREEDY

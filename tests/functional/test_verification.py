@@ -128,7 +128,7 @@ def test_rows_that_are_not_finite_end_their_request_and_no_other(bad: float, rul
 
 
 def drawn_orders(q: Tensor, count: int) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Every outcome of drawing `count` tokens without replacement, and its probability."""
+    """Return every outcome of drawing `count` tokens without replacement, with its probability."""
     orders = list(permutations(range(len(q)), count))
     chances = []
     for order in orders:
@@ -140,7 +140,7 @@ def drawn_orders(q: Tensor, count: int) -> tuple[list[tuple[int, ...]], Tensor]:
     return orders, torch.tensor(chances, dtype=torch.float64)
 
 
-# For these, every threshold that a uniform meets is a multiple of 1/12 or 1/4: a grid of so many midpoints is the
+# For these, every threshold for a uniform is a multiple of 1/12 or 1/4, so a grid of 12 or 4 midpoints gives the
 # integral.
 EXACT = {
     "four tokens": ((3, 4, 1, 4), (6, 3, 2, 1), 12),
@@ -151,7 +151,7 @@ EXACT = {
 
 
 def outcome(p: Tensor, q: Tensor, siblings: int, steps: int) -> tuple[Tensor, float]:
-    """The exact distribution of the first token, over draws and uniforms, and how much of it was accepted."""
+    """Return the exact distribution of the first token over draws and uniforms, and the accepted share."""
     orders, chances = drawn_orders(q, siblings)
     grid = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
     uniforms = torch.tensor(list(product(grid.tolist(), repeat=siblings + 1)), dtype=torch.float64)
@@ -184,7 +184,7 @@ def test_rejection_leaves_exactly_the_targets_distribution(case: str, siblings: 
 
 
 def test_without_the_residual_the_distribution_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: after a rejection the target's own p is used instead of (p - q)+."""
+    """This is the negative control: after a rejection, it uses the target's own p instead of (p - q)+."""
     monkeypatch.setattr(rejection, "_normalised", lambda weights, otherwise: otherwise)
     p, q, steps = EXACT["four tokens"]
     target, draft = (torch.tensor(x, dtype=torch.float64) / sum(x) for x in (p, q))
@@ -235,7 +235,7 @@ def test_a_drafter_equal_to_the_target_is_always_accepted() -> None:
 
 @some("batch", [2_000, 10_000], fast=["2000"])
 def test_candidates_that_were_not_drawn_from_q_count_as_chosen(batch: int) -> None:
-    """Probability 0, and a row of q that holds NaN: accepted as often as the target would take them."""
+    """With probability 0, or with NaN in a row of q, they are accepted as often as the target chooses them."""
     generator = torch.Generator().manual_seed(2)
     p = torch.tensor([0.5, 0.2, 0.3])
     tree = CandidateTree.of(torch.tensor([[1]]).expand(batch, -1), torch.zeros(batch, 1, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""On a GPU every number that Python reads stalls the queue. Tensors on the device "meta" have none to read."""
+"""On a GPU, every number that Python reads stalls the queue. Tensors on the device "meta" have no numbers to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two `paceline serve` behind nginx, with deploy/nginx.conf."""
+"""Two `paceline serve` processes behind nginx with deploy/nginx.conf."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(NGINX is None, reason="needs 
 
 @pytest.fixture(scope="module")
 def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, list[ServerProcess], Path]]:
-    """nginx, the servers behind it, and their model."""
+    """Return nginx, the servers behind it, and their model."""
     folder = tmp_path_factory.mktemp("nginx")
     model, port = write_tiny(folder / "tiny"), free_port()
     with ExitStack() as running:
@@ -37,7 +37,7 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, 
         for i, server in enumerate(servers):
             text = text.replace(f"127.0.0.1:800{i + 1}", f"127.0.0.1:{server.port}")
         (folder / "nginx.conf").write_text(text)
-        # In the foreground: it ends with this test.
+        # Run in the foreground, so that it ends with this test.
         nginx = subprocess.Popen(
             [str(NGINX), "-c", folder / "nginx.conf", "-p", folder, "-e", "stderr", "-g", "daemon off;"]
         )
@@ -80,7 +80,7 @@ def test_sessions_keep_their_server_and_a_server_that_stops_costs_no_request(
             answer = it.post(CHAT, asked(str(i)), headers=session)
             assert content(answer) == expected[i]
             assert (answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 50) == (turn > 0)
-    # A stream comes in parts, not at the end.
+    # A stream arrives in parts, not all at the end.
     with httpx.stream("POST", it.address + CHAT, json=asked("a", 2000) | {"stream": True}, timeout=60) as answer:
         parts = [time.monotonic() for _ in answer.iter_lines()]
     assert parts[10] - parts[0] < (parts[-1] - parts[0]) / 2

@@ -1,4 +1,4 @@
-"""Replicas on a Ray cluster of this machine, deployed from deploy/ray-serve.yaml."""
+"""Replicas on a Ray cluster on this machine, deployed from deploy/ray-serve.yaml."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 CHAT = "/v1/chat/completions"
 _ERROR = "replica_died"
 PREFIXES = 12.5 * 460 * 264 / 2**30
-"""GiB for a dozen prompts of 460 tokens: 8 bytes for a token's id, 256 for its keys and values."""
+"""GiB for a dozen prompts of 460 tokens. A token takes 8 bytes for its id and 256 for its keys and values."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(model: Path) -> Iterator[Serving]:
-    """One server of the same model, without Ray."""
+    """Return one server with the same model, without Ray."""
     with serving(paceline.load(str(model), drafter="suffix"), model=model.name) as it:
         yield it
 
@@ -67,7 +67,7 @@ def running(model: Path) -> Iterator[tuple[Replicas, int]]:
 
 @pytest.fixture
 def two(running: tuple[Replicas, int]) -> Replicas:
-    """Two replicas, whatever a test before did to them."""
+    """Return two running replicas, after any changes by earlier tests."""
     replicas, _ = running
     if replicas.running() != 2:
         replicas.deploy(2, 2)
@@ -80,7 +80,7 @@ def body(text: str, tokens: int = 40, **more: Any) -> dict[str, Any]:
 
 
 def sessions_of(names: list[str], each: int) -> list[dict[str, str]]:
-    """Return headers of sessions: the same number for each replica, with the replicas in turn."""
+    """Return headers of sessions, with the same number for each replica, alternating between replicas."""
     found: dict[str, list[dict[str, str]]] = {name: [] for name in names}
     for i in range(1000):
         headers = {SESSION: str(i)}
@@ -188,7 +188,7 @@ def test_a_replica_that_dies_loses_only_the_streams_it_was_writing(two: Replicas
     two.wait(lambda: two.running() == 2)
 
 
-def test_replicas_come_and_go_with_the_load_and_no_request_fails(two: Replicas, one: Serving) -> None:
+def test_replicas_follow_the_load_without_failing_requests(two: Replicas, one: Serving) -> None:
     quick = {"target_ongoing_requests": 2, "look_back_period_s": 1, "metrics_interval_s": 0.5}
     scaling = {"autoscaling_config": {**quick, "upscale_delay_s": 0.5, "downscale_delay_s": 2}}
     two.deploy(1, 3, scaling)
@@ -228,7 +228,7 @@ def test_metrics_of_all_replicas_are_rays(running: tuple[Replicas, int]) -> None
 
 
 def hit_rate(it: Replicas, arm: str, at_random: bool) -> float:
-    """Share of prompt tokens found in a prefix cache, of 12 prompts for each of the replicas that come again thrice."""
+    """Return the prefix hit rate of 12 prompts per replica, each repeated three times."""
     names, draw = it.names(), random.Random(arm)
     found: dict[int, list[dict[str, Any]]] = {i: [] for i in range(len(names))}
     for i in range(200):

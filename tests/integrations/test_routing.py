@@ -1,4 +1,4 @@
-"""Requests that begin alike have one owner, few change owner with the replicas, and nobody waits for a busy one."""
+"""Requests with the same prefix have one owner, few change owner with the replicas, and none waits for a busy owner."""
 
 from __future__ import annotations
 

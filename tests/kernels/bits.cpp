@@ -245,6 +245,7 @@ struct Model {
     bool norms;
     int shared;  // 1: the last of the experts is every row's, and the others are chosen by sigmoid
     int given;   // size of token embeddings; with them, values are normed keys, and a second layer reads the first one's
+    int gated;   // 1: attention is gated, and a recurrent layer follows
 };
 
 const Model MODELS[] = {
@@ -255,6 +256,7 @@ const Model MODELS[] = {
     {"mixture by sigmoid", SILU, 64, 0, 5, 0, true, 1},
     {"gpt-oss", CLAMPED, 64, 24, 1, 0, false, 0},  // with sinks
     {"gemma 4", GELU_TANH, 64, 24, 1, 0, true, 0, 40},
+    {"qwen 3.5", SILU, 40, 0, 1, 0, true, 0, 0, 1},
 };
 
 constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 2048, LONG = 1500;
@@ -268,16 +270,61 @@ std::vector<typename Stored::Number> stored_lines(int count, int size, uint64_t 
     return lines;
 }
 
+// A recurrent layer's mixer and its state, of sizes that fill no whole lanes.
+class Recurrence {
+   public:
+    static constexpr int HEADS = 6, KEY_HEADS = 3, KEYS = 24, VALUES = 48, WIDTH = 4, CHANNELS = 2 * KEY_HEADS * KEYS + HEADS * VALUES;
+
+    Recurrence() {
+        for (float& rate : rate_) rate = -1 - rate;
+        net = {share_.matrix, step_.matrix, rate_.data(), bias_.data(), unit_.data(), unit_.data(), norm_.data(), weight_.data(), nullptr,
+               1e-6f, 1e-6f, HEADS, KEY_HEADS, KEYS, VALUES, WIDTH, 1, 1};
+    }
+
+    // The rows of a pass: a chain, or a binary tree.
+    Stretch stretch(int rows, bool tree) {
+        parents_.clear(), history_.clear();
+        for (int row = 0; row < rows; row++) {
+            parents_.push_back(tree && row ? (row - 1) / 2 : row - 1);
+            for (int i = 0; i < WIDTH; i++) {
+                int back = WIDTH - 1 - i, at = row;
+                while (back && at >= 0) at = parents_[at], back--;
+                history_.push_back(WIDTH - 1 + at - back);
+            }
+        }
+        entries_.resize(rows * CHANNELS), decay_.resize(rows * HEADS), keys_.resize(rows * KEY_HEADS * KEYS), changes_.resize(rows * HEADS * VALUES);
+        return {0, rows, 0, parents_.data(), history_.data(), before_[0].data(), before_[1].data(), entries_.data(), decay_.data(),
+                keys_.data(), changes_.data(), tree ? nullptr : after_[0].data(), tree ? nullptr : after_[1].data()};
+    }
+
+    void advance() {
+        for (int i = 0; i < 2; i++) before_[i].swap(after_[i]);
+    }
+
+    DeltaNet net;
+
+   private:
+    Packed share_{F32_SOURCE, FULL, HEADS, HIDDEN, 70}, step_{F32_SOURCE, FULL, HEADS, HIDDEN, 71};
+    std::vector<float> unit_ = std::vector<float>(whole(KEYS), 0.2f);  // longer keys let the state grow without bound
+    std::vector<float> rate_ = numbers(LANES, 72), bias_ = numbers(LANES, 73), norm_ = numbers(VALUES, 74), weight_ = numbers(WIDTH * CHANNELS, 75);
+    std::vector<float> before_[2] = {numbers((WIDTH - 1) * CHANNELS, 76), numbers(HEADS * KEYS * VALUES, 77)}, after_[2] = {before_[0], before_[1]};
+    std::vector<float> entries_, decay_, keys_, changes_;
+    std::vector<int32_t> parents_;
+    std::vector<int64_t> history_;
+};
+
 template <class Element, class Stored>
 class Text {
     using Number = typename Element::Number;
 
    public:
     Text(const Model& model, const Source& codes, int kind, const Source& head)
-        : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), given_(model.given),
-          qkv_(codes, kind, (QUERY + (given_ ? KV : 2 * KV)) * model.head_dim, HIDDEN, 20), query_(codes, kind, mix_, HIDDEN, 27),
+        : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), given_(model.given), gated_(model.gated),
+          qkv_(codes, kind, (QUERY * (1 + gated_) + (given_ ? KV : 2 * KV)) * model.head_dim, HIDDEN, 20), query_(codes, kind, mix_, HIDDEN, 27),
           gate_(codes, kind, given_ ? given_ : LANES, HIDDEN, 28), embedding_(F32_SOURCE, FULL, HIDDEN, given_ ? given_ : LANES, 29),
           out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, FULL, model.experts - model.shared, HIDDEN, 22, 1),
+          first_(codes, kind, gated_ ? recurrence_.net.products() : LANES, HIDDEN, 18),
+          last_(head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, Recurrence::HEADS * Recurrence::VALUES, 19),
           norm_(numbers(HIDDEN, 23)), rotation_(numbers(2 * CAPACITY * model.head_dim, 24)),
           keys_(KV * CAPACITY * Stored::line(size_)), values_(keys_.size()) {
         for (float& w : norm_) w += 1;
@@ -293,8 +340,13 @@ class Text {
                       norm_.data(), inner, norm_.data(), inner, inner, inner, inner, given_ ? inner : nullptr,
                       1e-6f, 1.0f, given_ ? 0.7f : 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, KV, given_ ? 0 : KV, 0, 0, 0,
                       {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
-        layers_[1] = layers_[0];
-        layers_[1].qkv = query_.matrix, layers_[1].keys = 0, layers_[1].given_first = given_;
+        layers_[0].gated = gated_, layers_[1] = layers_[0];
+        if (gated_) {
+            layers_[1].qkv = first_.matrix, layers_[1].out = last_.matrix, layers_[1].delta = &recurrence_.net;
+            layers_[1].head_dim = Recurrence::VALUES, layers_[1].heads = {Recurrence::HEADS, 0, whole(Recurrence::VALUES)};
+        } else {
+            layers_[1].qkv = query_.matrix, layers_[1].keys = 0, layers_[1].token_first = given_;
+        }
         view_.window = model.window, view_.kind = kind_of<Stored>();
     }
 
@@ -317,8 +369,10 @@ class Text {
     }
 
    private:
-    int size_, mix_, given_, length_ = 0;
+    int size_, mix_, given_, gated_, length_ = 0;
     Packed qkv_, query_, gate_, embedding_, out_, router_;
+    Recurrence recurrence_;
+    Packed first_, last_;
     std::vector<Packed> gate_up_, down_;
     std::vector<Expert> experts_;
     std::vector<float> norm_, rotation_;
@@ -341,12 +395,13 @@ class Text {
         view_.slots = &slot;
         const Rotation rotation{rotation_.data(), rotation_.data() + rotation_.size() / 2, layers_->head_dim};
         auto x = drawn(rows * HIDDEN, 50 + length_), embeddings = drawn(rows * 2 * given_, 51 + length_);
-        const Pass pass{1, rows, rows, threads, indices.data(), &view_, &rotation, nullptr, 0, 2 * given_, embeddings.data()};
-        if (paceline_layers(layers_, given_ ? 2 : 1, &pass, kind_of<Element>(), x.data(), nullptr, 0, nullptr, 0, nullptr)) std::puts("layers\tfailed");
+        const Stretch stretch = recurrence_.stretch(rows, tree);
+        const Pass pass{1, rows, rows, threads, indices.data(), &view_, &rotation, nullptr, 0, 2 * given_, embeddings.data(), nullptr, nullptr, &stretch, 1};
+        if (paceline_layers(layers_, given_ || gated_ ? 2 : 1, &pass, kind_of<Element>(), x.data(), nullptr, 0, nullptr, 0, nullptr)) std::puts("layers\tfailed");
         const size_t at = y.size();
         y.resize(at + x.size());
         for (size_t i = 0; i < x.size(); i += LANES) store(&y[at + i], Element::widen(&x[i]));
-        if (!tree) length_ += rows;
+        if (!tree) length_ += rows, recurrence_.advance();
     }
 
     static std::vector<Number> drawn(int count, uint64_t seed) {

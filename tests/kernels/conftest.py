@@ -1,4 +1,4 @@
-"""Kernels of every instruction set of this processor: the fast tier tests the best."""
+"""Kernels for every instruction set of this processor. The fast tier tests the best one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every instruction set of this processor, the best first."""
+    """Select every instruction set of this processor, the best first."""
     with using(SETS[request.param]):
         yield

@@ -1,4 +1,4 @@
-"""The same bits on every instruction set of this processor, and on ARM's under emulation."""
+"""The same bits on every instruction set of this processor, and on emulated ARM instruction sets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="th
 DRIVER = Path(__file__).with_name("bits.cpp")
 ARM, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PROCESSORS = {"neon": "cortex-a53", "neondot": "cortex-a76", "neoni8mm": "max"}
-"""Instruction sets of ARM, and a processor that has no larger one."""
+"""ARM instruction set -> a processor without larger instruction sets."""
 
 VANISHING = "product BF16 vanishing"
-"""The result that AVX-512 BF16 may have otherwise, since AMD's processors run it: sums below 2^-126."""
+"""The result that may differ with AVX-512 BF16, because of AMD's processors: sums below 2^-126."""
 
 needs_arm = pytest.mark.skipif(
     platform.machine() == "aarch64" or not (shutil.which(ARM) and shutil.which(EMULATOR)),
@@ -31,7 +31,7 @@ needs_arm = pytest.mark.skipif(
 
 
 def bits(one: InstructionSet, folder: Path, *emulator: str) -> dict[str, str]:
-    """The hash of each result, computed with the library that users of the set have."""
+    """Return the hash of each result, computed with the library that users of the set have."""
     built, program = compiled(one), folder / one.name
     flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", *one.flags, "-I", str(Path(toolchain.__file__).parent))
     link = ("-pthread", f"-Wl,-rpath,{built.parent}")

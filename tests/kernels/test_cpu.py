@@ -1,4 +1,4 @@
-"""The C++ kernels: products and norms by every build of them, and how they are built."""
+"""The C++ kernels: products and norms with every build, and the build itself."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def values(weight: Tensor | Codes) -> Tensor:
 
 
 def expected(weight: Tensor | Codes, bias: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The product in float64, and how far float32 sums may be from it."""
+    """Return the product in float64, and the tolerance for float32 sums."""
     if isinstance(weight, Codes):
         rows = round_activations(x).values(x.shape[-1])
     else:
         rows = x.bfloat16() if weight.dtype == torch.bfloat16 else x
     w, rows = values(weight).double(), rows.double()
     b = torch.zeros(len(w)) if bias is None else bias
-    # Codes meet their floors in one sum, where a large scale and a large floor may leave little.
+    # Values and minima are added in one sum, where a large scale and a large minimum may cancel.
     size = w.abs() if isinstance(weight, Tensor) else w.abs() + 2 * w.abs().amax(1, keepdim=True)
     return rows @ w.T + b.double(), 1e-6 * (rows.abs() @ size.T + b.double().abs())
 
@@ -112,7 +112,7 @@ def test_rows_of_another_width_are_refused_and_not_read() -> None:
 
 @needs_kernels
 @given(kind=st.sampled_from(sorted(KINDS)), count=st.integers(1, 20), data=st.data())
-def test_a_row_has_the_same_bits_alone_and_anywhere(kernels: None, kind: str, count: int, data: st.DataObject) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(kernels: None, kind: str, count: int, data: st.DataObject) -> None:
     seed, at = data.draw(st.integers(0, 9)), data.draw(st.integers(0, count - 1))
     ours, _, _ = make(kind, 21, 48)
     x = random(count, 48, seed=seed) * 10.0 ** data.draw(st.integers(-3, 3))
@@ -250,8 +250,8 @@ def test_a_broken_compiler_is_quoted(empty_cache: Path, monkeypatch: pytest.Monk
     assert not list((empty_cache / "cache").iterdir()), "nothing half-built stays behind"
 
 
-def test_a_library_that_cannot_be_loaded_is_done_without(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The last argument but those for this processor is the output.
+def test_a_library_that_cannot_be_loaded_is_skipped(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The output is the last argument before the options for this processor.
     text = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "odd", text))
     assert find().read_text() == "rubbish\n"
@@ -321,7 +321,7 @@ def test_an_instruction_set_is_the_one_that_is_named_else_the_best(monkeypatch: 
 
 
 def test_two_processes_may_build_at_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both wait in the compiler, and both end with a whole library."""
+    """Both processes wait in the compiler, and both get a complete library."""
     text = 'while [ "$1" != -o ]; do shift; done; printf part > "$2"; sleep 0.3; printf " whole" >> "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "slow", text))
 

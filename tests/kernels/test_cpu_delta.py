@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Mamba-2 by the CPU kernels: torch's values, and a row's bits whatever travels along."""
+"""Gated DeltaNet and Mamba-2 on the CPU kernels: torch's values, and the same bits for a row in any batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def rule(kind: str, seed: int = 0) -> tuple[MatrixState, Tensors, Tensors]:
-    """A rule, a state in the midst of a text, and inputs of 11 rows. No size fills whole vectors."""
+    """Return a rule, a state in the middle of a text, and 11 rows of inputs. No size is a multiple of a vector."""
     draw, c = torch.Generator().manual_seed(seed), KINDS[kind]
     state = torch.randn(3, c.channels, generator=draw), torch.randn(6, 19, 21, generator=draw)
     entries, gates = torch.randn(11, c.channels, generator=draw), torch.rand(11, 6, generator=draw)
@@ -42,7 +42,7 @@ def test_values_equal_torch(kind: str, parents: tuple[int, ...], monkeypatch: py
     one, state, inputs = rule(kind)
     out, updates, end = one.scan(state, None, Tree(parents), inputs, False)
     after = one.apply(state, updates, [0, 1, 3])
-    monkeypatch.setattr(recurrent, "runs_delta", lambda matrix: False)
+    monkeypatch.setattr(recurrent, "scans_natively", lambda matrix: False)
     slow, changes, last = one.scan(state, None, Tree(parents), inputs, False)
     torch.testing.assert_close(out, slow)
     torch.testing.assert_close(updates, changes)

@@ -1,4 +1,4 @@
-"""Sums over processes through shared memory. Threads stand for the processes."""
+"""Sums over processes through shared memory. Threads simulate the processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 RANKS = 3
 BOX, PROCESS = 64, 8
-"""Bytes of a box, and where it has the number of its process."""
+"""Bytes of a box, and the offset of its process number."""
 
 
 def shared() -> tuple[object, list[Exchange]]:

@@ -27,7 +27,7 @@ TOKENS = text(4)
 
 
 def chosen(tokens: list[int]) -> list[set[int]]:
-    """The experts of each layer for a text, by torch."""
+    """Return the experts of each layer for a text, computed by torch."""
     found: list[set[int]] = []
     own = Mixture._route
 
@@ -43,13 +43,13 @@ def chosen(tokens: list[int]) -> list[set[int]]:
 
 
 def test_padding_chooses_no_experts_of_its_own() -> None:
-    """By torch, where a pass has four rows at least."""
+    """Check this with torch, where a pass has at least four rows."""
     assert [len(some) for some in chosen(TOKENS[:1])] == [3, 3]
 
 
 @contextmanager
 def without(target: Decoder, lost: list[set[int]]) -> Iterator[None]:
-    """Take the weights of these experts of each layer away: whoever reads them crashes."""
+    """Remove the weights of these experts in each layer, so that reading them crashes."""
     layers = target._stack.native
     assert layers
     matrices = [

@@ -1,4 +1,4 @@
-"""GGUF's types in their own bits: packed, unpacked and multiplied."""
+"""GGUF's types in their native formats: packed, unpacked and multiplied."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_products_equal_float64_with_the_same_bits_anywhere(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", HALVES)
 def test_extreme_codes_do_not_saturate(kind: str) -> None:
-    """All bits set, against rows whose codes are all 127 or -127."""
+    """All bits of the weights are set, and all values of the rows are 127 or -127."""
     data = random_blocks(kind, 16, 256)
     count = gguf.GGML_QUANT_SIZES[number(kind)][1]
     for fill in (0, 255):
@@ -138,7 +138,7 @@ def test_pieces_are_packed_as_the_whole_and_their_pages_given_back(
 
 
 def resident(path: Path) -> int | None:
-    """Bytes of a mapped file in memory, None where the system does not say."""
+    """Return the resident bytes of a mapped file, or None if the system does not report them."""
     maps = Path("/proc/self/smaps")
     if not maps.exists():
         return None
@@ -148,8 +148,8 @@ def resident(path: Path) -> int | None:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
 @pytest.mark.parametrize("bits", [None, 8])
-def test_floats_next_to_codes_become_codes_of_8_bits(kind: str, bits: int | None) -> None:
-    """As an adapter leaves them, which changes one of the projections that are stacked."""
+def test_floats_stacked_with_codes_become_8_bit_codes(kind: str, bits: int | None) -> None:
+    """An adapter that changes one of several stacked projections leaves such matrices."""
     codes, weight = stored(kind, 48, 256, 1)
     other = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)) / 16
     floats, x = Stored.floats(other, bits or torch.bfloat16), torch.randn(5, 256)
@@ -179,8 +179,8 @@ def test_widths_that_a_type_cannot_have_are_refused(kind: str, width: int) -> No
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", HALVES)
-def test_codes_become_fewer_bits_where_that_is_asked(kind: str, bits: int) -> None:
-    """As if their values had been floats; types that take no more bits stay."""
+def test_codes_are_requantised_to_fewer_bits_on_request(kind: str, bits: int) -> None:
+    """The result is the same as for float values. Types with as few bits stay unchanged."""
     matrix, weight = stored(kind, 37, 512)
     fewer, own = NativeLinear(replace(matrix, form=bits, fewer=True), None), NativeLinear(matrix, None)
     if gguf.GGML_QUANT_SIZES[number(kind)][1] * 8 <= (bits + 1) * gguf.GGML_QUANT_SIZES[number(kind)][0]:

@@ -1,4 +1,4 @@
-"""Runs of layers in C++: up to rounding what torch gives, and plain decoding's to the bit however rows travel."""
+"""Runs of layers in C++: equal to torch up to rounding, and to plain decoding bit for bit in any batch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from paceline.verify.tree import pack, pack_prefix, with_siblings
 from tests.support.native_models import (
     BASE,
     CPU,
+    DELTA_NET,
     FULL,
     GEMMA4,
     GLM,
     GPT_OSS,
     MODELS,
+    QWEN_MOE,
     by_torch,
     native,
     plan,
@@ -93,7 +95,19 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])
 @pytest.mark.parametrize(
-    "name", ["llama", "a mixture", "no size in whole lanes", "gemma3", GEMMA4, "qwen2: biases", GPT_OSS, GLM]
+    "name",
+    [
+        "llama",
+        "a mixture",
+        "no size in whole lanes",
+        "gemma3",
+        GEMMA4,
+        DELTA_NET,
+        QWEN_MOE,
+        "qwen2: biases",
+        GPT_OSS,
+        GLM,
+    ],
 )
 def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     c = replace(BASE, **MODELS[name])
@@ -104,12 +118,24 @@ def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
 
 
 FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
-"""Other float types, and how near the exact results theirs are."""
+"""Other float types, with their tolerance relative to exact results."""
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", GEMMA4, "a mixture", "no size in whole lanes", "heads of 128", GPT_OSS, GLM]
+    "name",
+    [
+        "llama",
+        "gemma2",
+        GEMMA4,
+        DELTA_NET,
+        QWEN_MOE,
+        "a mixture",
+        "no size in whole lanes",
+        "heads of 128",
+        GPT_OSS,
+        GLM,
+    ],
 )
 def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) -> None:
     c = replace(BASE, **MODELS[name])
@@ -125,7 +151,7 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     *(
         (name, dtype, None)
-        for name in ("gemma2", GEMMA4, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
+        for name in ("gemma2", GEMMA4, DELTA_NET, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
         for dtype in FLOATS
     ),
     *(
@@ -136,7 +162,7 @@ TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     ("gemma2", torch.float32, torch.bfloat16),
     ("llama", torch.bfloat16, torch.float16),
 ]
-"""Models, their dtype, and the dtype of keys and values if it is another one."""
+"""Models, their dtype, and the dtype of keys and values if it is different."""
 
 
 @pytest.mark.parametrize(("name", "dtype", "stored"), TYPES)
@@ -148,16 +174,16 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(
     for before in (20, 21):
         prefix, path, other = text(before), text(12, 5), text(70, 6)
         alone = torch.cat([out.logits[:, 0] for out in plain(target, prefix, path)])
-        # One long chain, whatever chunks its prefix came in.
+        # One long chain, with any chunks of its prefix.
         for chunk in (256, 7, 1):
             cache, slot = filled(target, prefix, chunk)
             out = target.forward(rows_of(cache, slot, path[0], Draft.chain(path[1:] + other)), cache, Want())
             assert torch.equal(out.logits[0, :12], alone), chunk
-        # A tree, in one pass and in three, and together with other slots.
+        # A tree, in one pass, in three passes, and together with other slots.
         tree, lines = with_siblings(path[1:], 66)
         out = target.forward(rows_of(cache, slot, path[0], tree), cache, Want())
         assert torch.equal(out.logits[0, [0, *lines]], alone)
-        # A cache that has not seen the tree: a column that no pass writes would hold what it should.
+        # Use a cache without the tree. Otherwise, a column that no pass writes would already have the right values.
         assert torch.equal(grown(target, *filled(target, prefix), path[0], tree, (5, 12))[[0, *lines]], alone)
         third = cache.acquire()
         rows = pack_prefix(other, third, 0, CPU)
@@ -169,7 +195,7 @@ def test_however_rows_travel_they_have_the_bits_of_plain_decoding(
 
 
 def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cuts: tuple[int, ...]) -> Tensor:
-    """Logits of all rows of a tree that is fed in several passes."""
+    """Return the logits of all rows of a tree that is fed in several passes."""
     logits = []
     for start, end in zip((0, *cuts), (*cuts, 1 + len(tree.tokens)), strict=True):
         part = Draft(tree.tokens[: end - 1], tree.parents[: end - 1])
@@ -178,7 +204,7 @@ def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cu
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "heads of 80"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, "heads of 80"])
 def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
     target, rng = native(replace(BASE, **MODELS[name])), random.Random(1)
     for before in (33, 34):
@@ -198,6 +224,7 @@ LONG = [
     ("llama", torch.bfloat16, None),
     ("gemma2", torch.bfloat16, None),
     (GEMMA4, torch.bfloat16, None),
+    (DELTA_NET, torch.bfloat16, None),
     (GPT_OSS, torch.float16, None),
     ("heads of 80", torch.float32, None),
     ("gemma2", torch.bfloat16, torch.int8),
@@ -209,7 +236,7 @@ LONG = [
 def test_threads_and_rows_share_a_long_text_without_changing_bits(
     name: str, dtype: torch.dtype, stored: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 512 columns: in the third, and over the end of the second."""
+    """Blocks have 512 columns. The rows are in the third block, or cross the end of the second."""
     c = replace(BASE, **MODELS[name])
     target, tokens = native(c, dtype=dtype, kv_dtype=stored), text(1300)
     for before in (1250, 1013):
@@ -255,9 +282,9 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
         assert torch.equal(logits, results[0])
 
 
-@pytest.mark.parametrize("name", ["llama", GEMMA4])
+@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET])
 def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
-    """Early exit, and a pass that goes on where drafting has stopped."""
+    """Check early exit, and a pass that continues where drafting has stopped."""
     target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
     prefix, path = text(20), text(6, 5)
     out = plain(target, prefix, path, (0, 1, 2, 3, "final"))
@@ -272,7 +299,7 @@ def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
         assert torch.equal(target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0], alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET])
 @pytest.mark.parametrize(("mode", "stored"), [(None, None), ("int8", None), (None, torch.int8)])
 def test_a_drafted_row_that_is_not_finite_harms_no_other(
     name: str, mode: Mode | None, stored: torch.dtype | None
@@ -329,7 +356,7 @@ def test_a_drafted_block_sees_itself_both_ways(windows: tuple[int | None, ...], 
 
 
 def test_the_first_layer_may_be_made_from_rows_of_another_width() -> None:
-    """EAGLE's, which norms them itself: and no other layer is as wide."""
+    """This is EAGLE's layer, which normalises its wider input itself."""
     c = replace(BASE, tied=False)
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(c).items() if "layers" in name}
     for x in "qkv":

@@ -1,4 +1,4 @@
-"""Slots with different numbers of rows share a native pass: no slot changes another, and padding rows cost nothing."""
+"""Slots with different numbers of rows share a native pass: no slot affects another, and padding rows cost nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.kernels.cpu.build import library
 from paceline.types import Carried, Draft, Forward, Tap, Want
 from paceline.verify.tree import pack, with_siblings
-from tests.support.native_models import BASE, CPU, GEMMA4, MODELS, native, plan, text
+from tests.support.native_models import BASE, CPU, DELTA_NET, GEMMA4, MODELS, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 
 pytestmark = [
@@ -28,8 +28,10 @@ def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
     return all(torch.equal(x[line, :count], y[0, :count]) for x, y in each)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", GEMMA4, "partial rotary", "layers without rope"])
-def test_each_slot_of_a_ragged_pass_equals_a_pass_of_its_own(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gemma3", GEMMA4, DELTA_NET, "partial rotary", "layers without rope"]
+)
+def test_each_slot_of_a_ragged_pass_equals_a_separate_pass(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     taps: tuple[Tap, ...] = (0, 1, target.layers, "final")
     cache, slots = filled(target, LENGTHS)
@@ -51,8 +53,8 @@ def test_rings_that_have_wrapped() -> None:
         assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line
 
 
-def test_kept_rows_of_a_ragged_pass_equal_fed_rows() -> None:
-    """Rows are written under their own slot's positions: the next pass reads them."""
+def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows() -> None:
+    """Rows are written at their own slot's positions, where the next pass reads them."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
     rows = packed(cache, slots, DRAFTS)
@@ -71,7 +73,7 @@ def test_kept_rows_of_a_ragged_pass_equal_fed_rows() -> None:
         assert torch.equal(ours, right), i
 
 
-def test_trees_that_stand_at_different_levels_grow_together() -> None:
+def test_trees_at_different_levels_grow_together() -> None:
     target = native(BASE)
     cache, slots = filled(target, (20, 31, 12))
     chain, bushy = Draft.chain(text(6)), Draft((1, 2, 3, 4), (0, 0, 2, 1))
@@ -84,7 +86,7 @@ def test_trees_that_stand_at_different_levels_grow_together() -> None:
         assert torch.equal(out.logits[line, : end - start], whole[line].logits[0, start:end]), line
 
 
-def test_a_pass_goes_on_from_where_drafting_brought_each_slot() -> None:
+def test_a_pass_continues_each_slot_where_drafting_stopped() -> None:
     target = native(replace(BASE, layers=4))
     cache, slots = filled(target, LENGTHS)
     right = verify(target, cache, slots, DRAFTS, Want())
@@ -101,7 +103,7 @@ def test_a_pass_goes_on_from_where_drafting_brought_each_slot() -> None:
 
 
 class Counted:
-    """Stands before a kernel and keeps how many rows it was given."""
+    """Wraps a kernel and records the number of its rows."""
 
     def __init__(self, run: Any, rows: Any) -> None:
         self._run, self._rows, self.seen = run, rows, list[int]()
@@ -124,7 +126,7 @@ def test_only_real_rows_reach_the_kernels() -> None:
 
 
 def test_padding_of_a_pass_is_never_read() -> None:
-    """It may be anything, NaN too."""
+    """It may have any values, even NaN."""
     target = native(BASE)
     cache, slots = filled(target, LENGTHS)
     right = verify(target, cache, slots, DRAFTS, Want())

@@ -1,4 +1,4 @@
-"""The kernels' threads: pieces that any of them may take, forks, several callers, a busy machine."""
+"""The kernels' threads: distribution of work, forks, several callers, and a busy machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logits(target: Decoder, threads: int = 4) -> Tensor:
     return whole(target, text(9))[0]
 
 
-def test_a_child_of_a_fork_has_threads_of_its_own(target: Decoder) -> None:
+def test_a_forked_child_starts_its_own_threads(target: Decoder) -> None:
     expected = logits(target)
     child = os.fork()
     if not child:

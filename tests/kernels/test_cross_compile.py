@@ -33,7 +33,7 @@ def compiled(tmp_path: Path) -> Callable[..., bytes]:
 
     def compile_for(target: str, one: InstructionSet, *more: str) -> bytes:
         compiler = [sys.executable, "-m", "ziglang", "c++", "-target", target]
-        # Zig takes the name of a processor there, and features after it.
+        # Zig expects the name of a processor there, followed by features.
         own = [re.sub(r"-march=armv(8|9)(?:\.(\d))?-a", _generic, flag) for flag in flags_of(one, TARGETS[target][0])]
         flags = (*own, *more)
         subprocess.run(compile_command(compiler, flags, to := tmp_path / f"{one.name}.so"), check=True)
@@ -50,7 +50,7 @@ def test_instruction_sets_compile(target: str, compiled: Callable[..., bytes]) -
     if system == "Linux":  # whose own compilers compile every set; here the C library or the machine is another
         sets = [sets[0], sets[-1]]
     with ThreadPoolExecutor(2) as pool:
-        # No linking, for which Zig builds a C++ library first, and nothing is optimised, which takes 20 s a set.
+        # Do not link, because Zig would build a C++ library first. Do not optimise, which takes 20 s per set.
         for code in pool.map(lambda one: compiled(target, one, "-O0", "-fno-sanitize=all", "-c"), sets):
             assert code.startswith(magic)
             assert (b"export:paceline_layers" if system == "Windows" else b"paceline_layers") in code.replace(b'"', b"")

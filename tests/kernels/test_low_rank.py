@@ -1,4 +1,4 @@
-"""Adapters kept apart from the weights: rows with several adapters in one pass equal single and merged adapters."""
+"""Unmerged adapters: rows with several adapters in one pass equal single adapters and merged adapters."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_rows_that_threads_share_by_groups_keep_their_adapters() -> None:
 
 @needs_kernels
 def test_the_self_check_sees_rows_that_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that gets the adapter of its neighbour is found."""
+    """The self-check finds a row that gets the adapter of another row."""
     config, tensors = tensors_for("llama")
     model = Decoder(config, tensors, torch.bfloat16, CPU, adapters=adapters(tensors))
     assert (guarantee(model), seamless(model, "bits")) == ("bits", True)

@@ -1,4 +1,4 @@
-"""Weights as integers: what they stand for, which of them are, and that a row still knows nothing of the others."""
+"""Weights as integers: their values, the choice of weights, and rows that do not affect other rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_eight_bits_are_within_half_a_step(seed: int, out: int, width: int, scal
     assert codes.codes.shape == (out, -(-width // GROUP) * GROUP)
     assert codes.floor is None
     step = codes.scale.float().repeat_interleave(GROUP, 1)[:, :width]
-    # The largest of a group is 127 steps but for the rounding of the step to float16.
+    # The largest value of a group is 127 steps, except for the rounding of the step to float16.
     assert bool(((codes.dequantised() - weight).abs() <= 0.5 * step * 1.13 + 4e-6).all())
 
 
@@ -80,7 +80,7 @@ def test_four_bits_are_better_than_even_steps_from_least_to_largest(
         assert bool(((ours - group).abs() <= 1.5 * step + 1e-3 * group.abs()).all())
         even = ((group - low) / step).round() * step + low
         allowed = (even - group).square().sum() * 1.05 + (1e-3 * group).square().sum()
-        # The padding of the last group affects the fit of its line.
+        # The padding of the last group would affect its fit.
         assert group.shape[1] < GROUP or float((ours - group).square().sum()) <= float(allowed)
 
 
@@ -105,7 +105,7 @@ def test_groups_know_nothing_of_each_other(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_padded_group_is_as_good_as_a_full_one(bits: int) -> None:
-    """Padding with zeros would stretch the range of weights that lie far from zero."""
+    """Padding with zeros would extend the range of weights that are far from zero."""
     weight = drawn(2, 8, 40, scale=0.01) + 5
     narrow = weight[:, GROUP:]
     error = (quantize(weight, bits).dequantised() - weight)[:, GROUP:].abs().max()
@@ -221,7 +221,7 @@ PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 
 def row_0(model: Decoder, draft: Draft) -> Tensor:
-    """[V] of the pending token, verified with this draft."""
+    """Return the logits [V] of the pending token, verified with this draft."""
     cache = model.new_cache()
     slot = cache.acquire(len(PROMPT))
     rows = pack_prefix(PROMPT, slot, 0, CPU)

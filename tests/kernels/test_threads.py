@@ -1,4 +1,4 @@
-"""The default number of threads, in containers with less processor time than cores."""
+"""The default number of threads, in containers with a CPU quota below the number of cores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEPARATE = "4:memory:/docker/7f\n3:cpu,cpuacct:/docker/7f\n0::/docker/7f\n"
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:
-    """A root folder with these control groups of the process, and these files below /sys/fs/cgroup."""
+    """Create a root folder with these control groups of the process, and these files below /sys/fs/cgroup."""
     for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{key}": x for key, x in files.items()}}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -35,7 +35,7 @@ def system(root: Path, groups: str, files: dict[str, str]) -> Path:
         (UNIFIED, {"user.slice/one.scope/cpu.max": "max 100000", "user.slice/cpu.max": "300000 100000"}, 3),
         (UNIFIED, {"user.slice/one.scope/cpu.max": "200000 100000", "cpu.max": "300000 100000"}, 2),
         (UNIFIED, {"user.slice/two.scope/cpu.max": "100000 100000"}, None),
-        # A container that sees its host's path but only its own group.
+        # A container that sees its host's path, but only its own group's files.
         (SEPARATE, {"cpu,cpuacct/cpu.cfs_quota_us": "350000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 4),
         (SEPARATE, {"cpu/docker/7f/cpu.cfs_quota_us": "50000\n", "cpu/docker/7f/cpu.cfs_period_us": "50000\n"}, 1),
         (SEPARATE, {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, None),

@@ -1,4 +1,4 @@
-"""Wheels carry the kernels: built, repaired, and installed where there is no compiler."""
+"""Wheels contain the kernels: built, repaired, and installed without a compiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(*command: str | Path, **env: str) -> str:
 
 
 def built(folder: Path, **env: str) -> tuple[Path, list[str]]:
-    """A wheel of this checkout, and the names of its libraries."""
+    """Return a wheel of this checkout, and the names of its libraries."""
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT, **env)
     (wheel,) = folder.iterdir()
     return wheel, [name.removeprefix(LIB) for name in ZipFile(wheel).namelist() if name.startswith(LIB)]
@@ -105,7 +105,7 @@ def test_every_instruction_set_of_an_installed_wheel(tmp_path: Path) -> None:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """Python of an environment with this wheel and the dependencies of the one that runs the tests."""
+    """Return Python in an environment with this wheel and the dependencies of the current environment."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)

@@ -1,4 +1,4 @@
-"""A server that learns from its traffic: for each API key alone, within bounds, and whatever its folder holds."""
+"""A server that learns from its traffic: separately for each API key, within limits, with any folder contents."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ from tests.support.running import Serving, serving
 from tests.support.tiny_model import write_tiny
 from tests.support.toys import toy_model
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 MODEL = toy_model(layers=2)
 BODY = {"prompt": "hello", "max_tokens": 24, "temperature": 0.9, "seed": 5, "ignore_eos": True, "stream": False}
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, seed=5, ignore_eos=True)
-"""The same parameters."""
+"""Sampling parameters for all replies."""
 
 
 def fresh_llm() -> LLM:
@@ -196,7 +194,7 @@ def test_no_lesson_begins_without_memory_for_it(tmp_path: Path, caplog: pytest.L
     poor = plan(tmp_path / "l", idle=0.01, fresh=20, free_memory=lambda: 0)
     with serving(llm, learner=Learner(llm, [], poor)) as it:
         ask(it)
-        assert soon(lambda: "no memory to load the model again" in caplog.text)
+        assert soon(lambda: "not enough memory to load the model again" in caplog.text)
 
 
 def test_status_is_json(tmp_path: Path) -> None:
@@ -206,7 +204,7 @@ def test_status_is_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_left_alone_gives_itself_a_lesson(tmp_path: Path) -> None:
+def test_an_idle_server_trains_on_its_traffic(tmp_path: Path) -> None:
     source = load(write_tiny(tmp_path / "model"), drafter=None, dtype="float32").model
     llm = LLM(source, {"suffix": Suffix()})
     how = plan(tmp_path / "l", idle=1.0, fresh=1000, load={"dtype": "float32"})

@@ -1,4 +1,4 @@
-"""A lesson: what it trains on, what it holds out, and when its head is used."""
+"""A lesson: its training data, its held-out data, and the decision to use its head."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ from paceline.types import DraftBudget
 from tests.conftest import packaged_model
 from tests.support.toys import toy_llm, toy_model
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 PROMPTS = [a + b for a in "abcdefghijkl" for b in "mnopqrstuvw"]
 
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with recorded traffic."""
+    """Return a folder with recorded traffic."""
     folder = tmp_path_factory.mktemp("learn") / "l"
     llm, pupil = toy_llm(layers=4), pupil_of(open_folder(folder), None)
     with llm.record(pupil.traffic):
@@ -185,7 +183,7 @@ def test_a_head_of_another_model_is_no_start(pupil: Pupil) -> None:
 
 
 class Fixed(Free):
-    """Prices of a machine on which a pass takes a second, and drafting nothing."""
+    """Costs on a machine where a pass takes one second and drafting takes no time."""
 
     def round(self, rows: int, before: Sequence[int]) -> float:
         return 1.0
@@ -194,7 +192,7 @@ class Fixed(Free):
 @pytest.mark.slow
 @pytest.mark.model
 def test_a_head_trained_on_traffic_makes_new_prompts_faster(tmp_path: Path) -> None:
-    """Train on a demo model's replies about animals and switch to the head, on a machine with fixed prices."""
+    """Train on a demo model's replies about animals and switch to the head, with fixed costs."""
     pupil = pupil_of(open_folder(tmp_path / "l"), None)
     animals = "cat dog horse cow pig hen duck goat fox wolf bear deer mouse rat frog owl bee ant fly crab"
     asks = ("Describe", "Write a story about", "Draw", "Praise")

@@ -1,4 +1,4 @@
-"""Configs of every family: as transformers reads them, and refused where they mean something else."""
+"""Configs of every family: read as in transformers, and refused if they mean something else."""
 
 from __future__ import annotations
 

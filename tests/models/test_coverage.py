@@ -1,5 +1,5 @@
-"""What runs which family: Paceline itself, transformers, or nothing. `python -m tests.models.test_coverage` writes the
-table of docs/reference/models.md."""
+"""The runner of each family: Paceline itself, transformers, or none. `python -m tests.models.test_coverage` writes the
+table in docs/reference/models.md."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3.5, experts": ("phimoe", EXPERTS),
     "Qwen1.5, Qwen2, experts": ("qwen2_moe", EXPERTS),
 }
-"""Models that Paceline itself does not run -> their model type, and what makes a small one."""
+"""Models without a native implementation -> their model type, and sizes for a small one."""
 MODELS: dict[str, dict[str, Any]] = {
     **{
         family.title: CASES[next(iter(family.goldens))] if family.goldens else {**SIZES, "model_type": family.name}
@@ -58,7 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def runner(title: str) -> tuple[str, str]:
-    """The model type, and what runs such a model with random weights: as `load` decides and checks."""
+    """Return the model type, and the runner that `load` chooses and checks for such a model with random weights."""
     from paceline.models.transformers import CausalLM
 
     config = transformers.AutoConfig.for_model(**deepcopy(MODELS[title]))
@@ -84,7 +84,7 @@ def table() -> str:
     return "\n".join([BEGIN, "", "| models | `model_type` | run by |", "|---|---|---|", *lines, "", END])
 
 
-def test_the_table_of_the_docs_is_what_runs() -> None:
+def test_the_table_in_the_docs_matches_the_code() -> None:
     found = re.search(f"{BEGIN}.*{END}", PAGE.read_text(), re.DOTALL)
     assert found
     assert found[0] == table(), "write it again: python -m tests.models.test_coverage"

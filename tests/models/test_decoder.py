@@ -1,4 +1,4 @@
-"""Logits equal transformers' on tiny random models of every family, in one pass, in chunks and through trees."""
+"""Logits equal transformers' logits on tiny random models of every family, in one pass, in chunks and in trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: two processes that share a model write what it writes, with any draft."""
+"""Tensor parallelism: two processes that share a model write the same text as one, with any draft."""
 
 from __future__ import annotations
 
@@ -34,9 +34,15 @@ SHARED = some("shared_memory", {"shared memory": True, "sockets": False}, fast=[
 
 
 def fast(name: str, shared_memory: bool) -> bool:
-    """Every kind of layers is divided once in the fast tier, and each way to exchange sums is tried."""
+    """The fast tier divides every kind of layer once, and tests each way to exchange sums."""
     socket = ("joined projections",)
-    memory = ("torch.bfloat16", "int4", "biases and sinks", "side by side", "experts beside a shared one, in float64")
+    memory = (
+        "torch.bfloat16",
+        "int4",
+        "biases and sinks",
+        "parallel attention and MLP",
+        "experts with a shared expert, in float64",
+    )
     return name in (memory if shared_memory else socket)
 
 
@@ -53,7 +59,7 @@ def test_two_processes_write_what_one_writes(name: str, shared_memory: bool) -> 
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     model = json.loads(first.stdout)[name]
     assert model["shared"] == (shared_memory and library() is not None and sys.platform == "linux")
-    exact = "float64" in name or name in ("joined projections", "side by side")
+    exact = "float64" in name or name in ("joined projections", "parallel attention and MLP")
     assert model["same"]
     assert min(model["accepted"]) > 0, "nothing was accepted, so nothing was shown"
     assert (model["embedding"], model["head"], model["kv_heads"]) == (True, True, 1)
@@ -70,7 +76,7 @@ def test_the_names_match_the_cases() -> None:
 
 
 @SHARED
-def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
+def test_an_error_in_one_process_ends_both(shared_memory: bool) -> None:
     first, second = run_ranks("fail", "torch.float32", shared_memory=shared_memory)
     assert min(first.returncode, second.returncode) > 0
     assert "RankLost: another process of this model has ended" in first.stderr
@@ -79,8 +85,8 @@ def test_an_error_at_one_process_ends_both(shared_memory: bool) -> None:
 
 @SHARED
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_process_waits_for_one_that_has_run_out_of_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
-    """With and without the other process living on, as a server does."""
+def test_no_process_waits_for_a_process_without_memory(rank: int, shared_memory: bool, tmp_path: Path) -> None:
+    """Test this with and without the other process continuing to run, as a server does."""
     first, second = run_ranks("run out", "pass", str(rank), str(tmp_path / "ended"), shared_memory=shared_memory)
     found = json.loads(first.stdout)
     assert found["ended"], "the other process waits for rank 0, which has left"
@@ -150,7 +156,7 @@ def test_adapters_are_cut_like_their_weights() -> None:
         own[0].factors(Factors("x", {module: (a, b[:16])}))  # which would fit a part
 
 
-def test_models_that_cannot_be_divided_are_refused() -> None:
+def test_indivisible_models_are_refused() -> None:
     recurrent = LayerConfig(None, recurrent=DeltaNetConfig(2, 4, 8, 4, 4))
     with pytest.raises(UnsupportedModel, match="recurrent"):
         check_divisible("x", replace(TINY, special=(recurrent,) * 2), exact=False, ranks=True, placed=False)

@@ -1,4 +1,4 @@
-"""Every family on tiny random models: logits of golden files and of transformers, plainly, in drafts, past windows."""
+"""Tiny random models of every family: logits of golden files and of transformers, plainly, in drafts, past windows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRUCTURES = [
     *("llama4, sliding", "llama4, dense", "deepseek v2", "deepseek v3", "cohere, norms of heads", "starcoder2"),
     *("stablelm, parallel", "phi", "gpt-neox", "yarn", "hunyuan"),
 ]
-"""Every kind of layer, norm, mask and rotation once."""
+"""Cases with every kind of layer, norm, mask and rotation."""
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -177,7 +177,7 @@ def test_bfloat16_keeps_bits_whatever_travels_along(case: str) -> None:
 
 
 class Watched(Dense):
-    """An expert that remembers how many rows its products had."""
+    """An expert that records the number of rows of its products."""
 
     def __init__(self, number: int, seen: list[tuple[int, int]]) -> None:
         make = torch.Generator().manual_seed(number)
@@ -212,7 +212,7 @@ def test_experts_of_equal_score_are_taken_in_order() -> None:
 
 @pytest.mark.parametrize(("best", "chosen"), [(2, [4, 5]), (1, [0, 1])])
 def test_only_experts_of_the_best_groups(best: int, chosen: list[int]) -> None:
-    """By the two highest scores of each (DeepSeek-V3) or the highest (V2). Of equal ones the first."""
+    """Groups are ranked by their two highest scores (DeepSeek-V3) or their highest score (V2). Ties go to the first."""
     logits = torch.tensor([[3.0], [-2.0], [0.0], [0.0], [2.0], [1.9], [2.0], [1.9]])
     one = Mixture(linear(logits), [], 2, False, sigmoid=True, groups=Groups(4, 1, best))
     assert one._route(torch.ones(3, 1))[1].tolist() == [chosen] * 3

@@ -1,4 +1,4 @@
-"""Gemma 3 270M from its PyPI parts: sliding windows, QK norms, soft ends, a vocabulary of 262,144; end to end."""
+"""Gemma 3 270M from its PyPI parts, end to end: sliding windows, QK-norm, and a vocabulary of 262,144."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_it_writes_sense_and_the_same_with_a_drafter(gemma: Loaded, temperature:
 
 
 @pytest.mark.parametrize("gemma", ["none"], indirect=True)
-def test_a_text_longer_than_its_windows_goes_on_as_it_began(gemma: Loaded) -> None:
-    """1,300 tokens: the local layers' rings of 1,024 columns have wrapped."""
+def test_a_text_longer_than_its_windows_continues_correctly(gemma: Loaded) -> None:
+    """After 1,300 tokens, the local layers' ring buffers of 1,024 columns have wrapped."""
     llm = LLM(gemma, Suffix())
-    # Far enough back that only the layers without a window see it.
+    # It is so far back that only layers without a window see it.
     middle = "The weather was fine and nothing happened. " * 160
     prompt = f"The secret word is marzipan. {middle}The secret word is"
     assert 1200 < len(llm.encode(prompt, raw=True)) < 2000

@@ -98,7 +98,7 @@ def test_greedy_text_is_what_transformers_generates(case: str) -> None:
 def test_the_text_is_the_same_with_drafters(
     case: str, temperature: float, shape: DraftBudget, dtype: torch.dtype
 ) -> None:
-    """Early exit ends among the layers that share keys, and verification goes on from there."""
+    """Early exit ends within the layers that share keys, and verification continues there."""
     ours, prompt, how = decoder(case, dtype), text(34), Sampling(max_new_tokens=40, temperature=temperature, seed=2)
     plain = run(ours, prompt, how)[0]
     early = EarlyExit(ExitConfig(48, 5), {}, ours, threshold=0.0)
@@ -116,7 +116,7 @@ ADAPTED = (
 
 @pytest.mark.parametrize("case", ["gemma4, small", "gemma4, large"])
 def test_an_adapter_that_is_not_merged_equals_the_merged_adapter(case: str) -> None:
-    """In the inputs that layers get by the token itself too."""
+    """This includes the per-token inputs of layers."""
     ours, tokens, draw = decoder(case), text(20), torch.Generator().manual_seed(1)
     tensors = {name: x.double() for name, x in tensors_of(read(case)).items()}
     factors = {}

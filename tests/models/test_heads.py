@@ -1,4 +1,4 @@
-"""Learned drafters on disk: every layout is read, every layout that is written reads the same."""
+"""Learned drafters on disk: every layout is read, and every written layout is read back unchanged."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_specforge_numbers_the_layers_whose_output_it_takes(prefix: str, tmp_pat
     config = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 16, "fc_norm": True}
     config |= {"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
     config |= {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 48}
-    # The layer is Llama's all the same.
+    # The layer is still Llama's.
     config |= {"model_type": "llama4_text", "attention_chunk_size": 8192, "no_rope_layers": [1]}
     tensors = {prefix + name: tensor for name, tensor in midlayer(head_of(EAGLE3)).items()}
     read = open_head(folder_of(tmp_path / "a", config, tensors))
@@ -156,7 +156,7 @@ def test_speculators_names_a_default_of_taps_none(tmp_path: Path) -> None:
         (LLAMA4 | {"architectures": ["EagleLlama4ForCausalLM"]}, "layers of llama4_text"),
     ],
 )
-def test_kinds_that_nobody_runs_are_refused_by_name(config: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_unsupported_kinds_are_refused_by_name(config: dict[str, Any], name: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a", config, {"fc.weight": torch.ones(2, 2)})
     with pytest.raises(UnsupportedModel, match=name):
         open_head(folder)
@@ -196,7 +196,7 @@ def test_speculators_may_leave_the_rows_of_the_head_to_the_target(tmp_path: Path
 
 
 @pytest.mark.parametrize("config", [EAGLE3, REDUCED])
-def test_d2t_is_enough_and_t2d_follows(config: HeadConfig, tmp_path: Path) -> None:
+def test_d2t_is_sufficient_to_compute_t2d(config: HeadConfig, tmp_path: Path) -> None:
     head = head_of(config)
     tensors = {name: tensor for name, tensor in head.tensors.items() if name != "t2d"}
     tensors["d2t"] = tensors["d2t"].int()
@@ -263,14 +263,14 @@ def test_old_files_are_restored_if_the_last_rename_fails(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_gives_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="cannot write the head"):
         write_head(tmp_path / "file" / "head", head_of(EXIT))
 
 
-def test_a_head_that_was_read_can_be_written_again(tmp_path: Path) -> None:
-    """From a file tensors come in the order of their names, the map of tokens first."""
+def test_a_loaded_head_can_be_saved_again(tmp_path: Path) -> None:
+    """Tensors in a file are ordered by name, with the token map first."""
     read = open_head(write_head(tmp_path / "a", head_of(EAGLE3, torch.bfloat16)))
     ordered = {name: read.tensors[name].clone() for name in sorted(read.tensors)}
     again = open_head(write_head(tmp_path / "b", replace(read, tensors=ordered)))

@@ -1,4 +1,4 @@
-"""Families with recurrent layers on tiny random models: logits of golden files and of transformers."""
+"""Tiny random models of families with recurrent layers: logits of golden files and of transformers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.types import Draft, Want
 from paceline.verify.tree import MIN_ROWS, pack
-from tests.support.golden import check_golden, decoder, models
-from tests.support.logits import CPU, check_chunks, check_path, feed, text
+from tests.support.golden import check_golden, decoder, models, read
+from tests.support.logits import CPU, check_chunks, check_path, chunks_and_tokens, feed, text
 from tests.support.tiny_families import HYBRIDS
 
 
@@ -49,6 +49,18 @@ def test_a_drafted_nodes_logits_equal_its_path(case: str, length: int) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("case", [case for case in HYBRIDS if case.startswith("qwen3")])
+def test_the_kernels_compute_the_golden_logits_of_gated_delta_net(case: str) -> None:
+    """In one call, unless the shared expert's width is not that of the others (24 and 32, both padded to 32)."""
+    ours, golden = decoder(case, torch.float32), read(case)
+    assert ours.runs_natively == (ours.config.mixture is None)
+    logits = chunks_and_tokens(ours, golden.text[:70], (33, 35, 65))
+    at = [position for position in golden.logits if position < 70]
+    expected = torch.tensor([golden.logits[position] for position in at])
+    assert float((logits[at] - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 1), (torch.float64, MIN_ROWS)])
 def test_only_torch_computes_padding_rows(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int) -> None:
     ours, seen = decoder("qwen3.5", dtype), list[int]()
@@ -59,8 +71,8 @@ def test_only_torch_computes_padding_rows(monkeypatch: pytest.MonkeyPatch, dtype
     assert seen == [rows]
 
 
-def test_a_model_that_also_sees_runs_as_a_language_model(tmp_path: Path) -> None:
-    """The names of Qwen3.5's files, which stack the experts and hold layers that predict later tokens."""
+def test_a_vision_model_runs_as_a_language_model(tmp_path: Path) -> None:
+    """The tensor names are as in Qwen3.5's files, with stacked experts and MTP layers."""
     theirs, ours = models("qwen3.5 moe")
     theirs.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

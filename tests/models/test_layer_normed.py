@@ -1,4 +1,4 @@
-"""Families with layer norms, most of them with attention and feed-forward side by side: texts, batches, roll-backs."""
+"""Families with layer norms, mostly with parallel attention and MLP: texts, batches, rollbacks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FAST = {*zip(CASES, itertools.cycle(DRAFTERS), strict=False)}
 
 @cache
 def alone(case: str) -> list[list[int]]:
-    """Replies of `WAYS` to `PROMPTS`, each without the others and without drafts."""
+    """Return replies with `WAYS` to `PROMPTS`, one at a time and without drafts."""
     target = decoder(case, torch.bfloat16)
     return [run(target, prompt, how)[0] for prompt, how in zip(PROMPTS, WAYS, strict=True)]
 
@@ -71,7 +71,7 @@ def alone(case: str) -> list[list[int]]:
     ],
 )
 def test_the_text_is_the_same_with_drafters_and_in_batches(case: str, drafter: str) -> None:
-    """Bit for bit in bfloat16."""
+    """The comparison is bit for bit in bfloat16."""
     target = decoder(case, torch.bfloat16)
     assert guarantee(target) == "bits"
     make, budget = DRAFTERS[drafter]
@@ -82,11 +82,11 @@ def test_the_text_is_the_same_with_drafters_and_in_batches(case: str, drafter: s
 
 @pytest.mark.slow
 def test_they_keep_the_contract_of_targets() -> None:
-    """Trees, chunks, ragged passes, roll-back, forks and saved slots."""
+    """Check trees, chunks, ragged passes, rollback, forks and saved slots."""
     check_target(lambda: decoder("cohere2, sliding"), tolerance=2e-5, taps=(1, "final"))
 
 
-def test_a_layer_whose_parts_follow_each_other_would_be_noticed() -> None:
+def test_sequential_attention_and_mlp_would_change_the_logits() -> None:
     ours = decoder("cohere2, sliding")
     wrong, tokens = copy(ours), text(20)
     wrong._stack = copy(ours._stack)
@@ -124,8 +124,8 @@ def raw(kind: str, **changes: object) -> dict[str, object]:
     return {"model_type": kind, **SIZES, **changes}
 
 
-def test_older_configs_name_the_same_things() -> None:
-    """Those on the hub, from before transformers 5."""
+def test_older_configs_are_read_the_same() -> None:
+    """These are configs on the hub from before transformers 5."""
     neox = read_config(raw("gpt_neox", rotary_pct=0.5, rotary_emb_base=20000, use_parallel_residual=True))
     assert (neox.rope.share, neox.rope.theta, neox.kv_heads) == (0.5, 20000.0, 6)
     assert read_config(raw("stablelm", partial_rotary_factor=0.5)).rope.share == 0.5
@@ -161,7 +161,7 @@ def test_an_activation_without_a_gate_must_be_known() -> None:
 
 @some("budget", {"chain": DraftBudget.chain(6), "tree": DraftBudget(12, 4, 3)}, fast=["tree"])
 def test_a_wrong_draft_is_rolled_back_past_the_window(budget: DraftBudget) -> None:
-    """A drafter that is mostly wrong, over more tokens than the ring of the sliding layers holds."""
+    """The drafter is mostly wrong, over more tokens than the ring buffer of the sliding-window layers."""
     target, prompt, how = decoder("cohere2, sliding"), text(600), Sampling(max_new_tokens=60)
     plain = run(target, prompt, how)[0]
     tokens, _, stats = run(target, prompt, how, Oracle([*prompt, *plain], 0.3, VOCAB), budget)
@@ -170,7 +170,7 @@ def test_a_wrong_draft_is_rolled_back_past_the_window(budget: DraftBudget) -> No
 
 
 def test_older_files_of_gpt_neox_are_read() -> None:
-    """Their output head has another name, and they hold masks, which are no weights."""
+    """Their output head has another name, and they contain masks, which are not weights."""
     ours = decoder("gpt-neox")
     tensors = weights(read("gpt-neox").shapes, read("gpt-neox").config)
     tensors = {name.replace("lm_head", "embed_out"): x for name, x in tensors.items()}

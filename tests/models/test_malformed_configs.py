@@ -1,4 +1,4 @@
-"""Every field that any family reads, with values of wrong types, lengths and ranges: read, or refused by name."""
+"""Every config field of any family, with values of wrong types, lengths and ranges, is read or refused by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def configs(family: str) -> Iterator[dict[str, Any]]:
 
 
 def read(config: dict[str, Any]) -> None:
-    """Read a config in each way that a checkpoint's is read. Errors of other types than `PacelineError` are raised."""
+    """Read a config in each way that checkpoints use. Raise errors other than `PacelineError`."""
     for reader in (read_config, ties_head, lambda raw: translated(raw, {})):
         with suppress(PacelineError):
             reader(config)

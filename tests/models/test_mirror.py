@@ -1,4 +1,4 @@
-"""Calls that all ranks repeat, by a group of one that notes what it is told."""
+"""Calls that all ranks repeat, with a group of one that records its messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.models.mirror import Mirror, Mirrored, repeated, together
 
 
 class Alone:
-    """`Ranks` without others. `left`: how often the group has ended."""
+    """`Ranks` without other ranks. `left` counts the ends of the group."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.left, self.sent = rank, 0, list[bytes]()
@@ -49,8 +49,8 @@ class Counter(Mirrored):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
-def test_a_call_that_breaks_off_ends_the_group(error: BaseException) -> None:
-    """The others would be a call behind."""
+def test_an_aborted_call_ends_the_group(error: BaseException) -> None:
+    """Otherwise, the other ranks would be one call behind."""
     ranks = Alone()
     counter = Counter(ranks)
     with pytest.raises(type(error)):
@@ -83,8 +83,8 @@ def test_an_object_that_returns_itself_keeps_its_number() -> None:
     assert len(group._waiting) == dropped + 1
 
 
-def test_the_others_collect_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They follow from within loading, which has paused the collector."""
+def test_the_other_ranks_collect_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks follow from inside `load`, which pauses the garbage collector."""
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     gc.disable()
     try:

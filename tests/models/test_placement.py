@@ -1,4 +1,4 @@
-"""Layers over several devices. "cpu" and "cpu:0" are two devices to the plan, and one to torch: no GPU is needed."""
+"""Layers on several devices. "cpu" and "cpu:0" are two devices to the plan and one to torch, so no GPU is needed."""
 
 from __future__ import annotations
 

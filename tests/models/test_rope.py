@@ -1,4 +1,4 @@
-"""Rotary tables against transformers' frequencies; a slot's factors depend on nothing but its own request."""
+"""Rotary tables compared with transformers' frequencies. A slot's factors depend only on its own request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def rule(name: str) -> tuple[RopeConfig, Any]:
-    """Ours, and transformers' config."""
+    """Return our rule, and transformers' config."""
     parameters = {"rope_type": name.split(",")[0], "rope_theta": 5000.0, **RULES[name]}
     config = transformers.LlamaConfig(head_dim=HEAD, max_position_embeddings=CONTEXT, rope_parameters=dict(parameters))
     return read_rope(parameters, {"max_position_embeddings": CONTEXT}, 10000.0, HEAD), config
@@ -65,7 +65,7 @@ def test_only_length_dependent_rules_have_spans_and_only_beyond_their_limit() ->
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_slots_of_different_spans_share_a_pass_without_a_trace(name: str) -> None:
+def test_slots_with_different_spans_can_share_a_pass(name: str) -> None:
     ours, _ = rule(name)
     spans = [span_of(ours, length) for length in (20, 200, 150)]
     positions = torch.tensor([[3, 4, 5], [198, 199, 200], [0, 1, 700]])

@@ -1,4 +1,4 @@
-"""Models of transformers behind the adapter: their own logits through trees and chains, and everything else on top."""
+"""transformers models behind the adapter: the same logits in trees and chains, and all features on top of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROMPT = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
 
 @torch.inference_mode()
 def plain(target: Any, tokens: list[int]) -> torch.Tensor:
-    """The logits [V] after a text, by the model in one pass without a cache."""
+    """Return the logits [V] after a text, from one pass of the model without a cache."""
     return target.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
 
 
@@ -51,7 +51,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def some_draft(nodes: int, trees: bool, seed: int) -> Draft:
-    """A random tree, whose siblings differ."""
+    """Return a random tree with different siblings."""
     if not trees:
         return Draft.chain([(7 * i + seed) % 37 for i in range(nodes)])
     generator = random.Random(seed)
@@ -68,7 +68,7 @@ def some_draft(nodes: int, trees: bool, seed: int) -> Draft:
     ],
 )
 def test_each_row_has_the_logits_of_its_path_fed_plainly(name: str) -> None:
-    """Two slots of unequal length share passes, texts pass every window, and rows move at each commit."""
+    """Two slots with different lengths share passes, texts exceed every window, and rows move at each commit."""
     target = adapter(name)
     assert target.trees == (name in TREES)
     cache = target.new_cache()
@@ -283,7 +283,7 @@ def test_other_kinds_of_models_are_refused_by_name() -> None:
 
 @cache
 def ignoring() -> tuple[Any, Any]:
-    """Classes of models that attend to every row before each, and to none of an earlier pass."""
+    """Classes of models that attend to all previous rows, and to none of earlier passes."""
 
     class IgnoresMasks(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, input_ids, attention_mask=None, position_ids=None, **rest):  # type: ignore[no-untyped-def]
@@ -493,7 +493,7 @@ def test_texts_that_begin_alike_begin_with_what_was_saved(name: str) -> None:
         assert ours == run(target, text, sampling)[0]
         text += ours
     assert min(engine.cached[1:]) > 15
-    # A cache that has seen nothing yet learns its sizes from what it loads.
+    # An empty cache gets its sizes from the first saved slot that it loads.
     cache, saved = target.new_cache(), engine.prefixes.find([*text, 1])
     assert saved is not None
     slot = cache.acquire()

@@ -31,7 +31,7 @@ LLAMA4 = {
 }
 
 
-def test_qwen3_vl_writes_as_transformers_does(tmp_path: Path) -> None:
+def test_qwen3_vl_writes_the_same_text_as_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     own = transformers.Qwen3VLTextConfig(**SIZES, head_dim=16, rope_parameters=MROPE)
     seeing = transformers.Qwen3VLVisionConfig(**VISION, deepstack_visual_indexes=[0], num_position_embeddings=16)
@@ -45,8 +45,8 @@ def test_qwen3_vl_writes_as_transformers_does(tmp_path: Path) -> None:
     assert_close(feed(ours, cache, cache.acquire(), tokens), expected(theirs, tokens))
 
 
-def test_llama4_writes_as_transformers_does(tmp_path: Path) -> None:
-    """Its experts are stacked with their inputs first."""
+def test_llama4_writes_the_same_text_as_transformers(tmp_path: Path) -> None:
+    """Its stacked experts have the input dimension first."""
     torch.manual_seed(0)
     own = transformers.Llama4TextConfig(**SIZES | LLAMA4)
     whole = transformers.Llama4Config(text_config=own, vision_config=transformers.Llama4VisionConfig(**LLAMA4_VISION))

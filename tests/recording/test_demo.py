@@ -1,4 +1,4 @@
-"""Replays of the demo model's replies count what real replies count, with every drafter that comes with it."""
+"""Replays of the demo model's replies have the same counts as real replies, with every drafter of the demo model."""
 
 from __future__ import annotations
 

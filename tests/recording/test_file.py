@@ -1,4 +1,4 @@
-"""Recordings on disk: what they hold, and files that are torn, hostile or another model's."""
+"""Recordings on disk: their contents, and files that are truncated, hostile or from another model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_order_is_that_in_which_replies_began(tmp_path: Path) -> None:
     assert [len(reply.reply) for reply in Recording(path)] == [9, 2, 5]
 
 
-def test_replies_that_cannot_be_repeated_are_left_out(tmp_path: Path) -> None:
+def test_replies_that_cannot_be_reproduced_are_skipped(tmp_path: Path) -> None:
     llm = toy_llm()
     with llm.record(tmp_path / "r.jsonl") as recorder:
         llm.generate("hello", replace(HOW, rule="rejection"))
@@ -157,7 +157,7 @@ def test_a_file_that_was_cut_at_any_byte_is_read_and_continued(tmp_path: Path) -
     assert len(Recording(path)) == 1, "so is a torn header"
 
 
-def test_a_full_disk_ends_recording_and_no_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_recording_but_no_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
 
     def full(*_: Any) -> None:
@@ -260,7 +260,7 @@ def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         Recording(path)
 
 
-def test_the_cases_differ_from_good_rows_in_one_thing() -> None:
+def test_the_rows_without_the_fault_are_valid() -> None:
     header = parse_header(json.dumps(HEADER).encode())
     reply = parse_reply(json.dumps(REPLY).encode(), header)
     assert reply == RecordedReply((1, 2), (3,), "eos", Sampling(seed=1), 0, 1.0)

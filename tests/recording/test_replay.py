@@ -89,7 +89,7 @@ def samplings(sampling: Sampling) -> list[Sampling]:
 
 
 def recorded(path: Path, sampling: Sampling, model: Loaded = MODEL, width: int = 1) -> list[RecordedReply]:
-    """Replies that were written without drafts."""
+    """Return replies that were generated without drafts."""
     llm = LLM(model)
     with llm.record(path):
         llm.generate(PROMPTS, samplings(sampling), width=width)
@@ -98,7 +98,7 @@ def recorded(path: Path, sampling: Sampling, model: Loaded = MODEL, width: int =
 
 @cache
 def recorded_once(sampling: str) -> list[RecordedReply]:
-    """The replies of one of `SAMPLINGS`, written once per process."""
+    """Return the replies for one of `SAMPLINGS`, generated once per process."""
     with TemporaryDirectory() as folder:
         return recorded(Path(folder) / "r.jsonl", SAMPLINGS[sampling])
 
@@ -148,7 +148,7 @@ def test_states_stored_while_writing_spare_a_prefill(
 
 @pytest.mark.slow
 def test_something_is_accepted_by_every_kind() -> None:
-    """Equal counts of nothing would prove little."""
+    """Otherwise, equal counts would prove little."""
     replies = recorded_once("greedy")
     for name, make in DRAFTERS.items():
         replayed = Replayer(MODEL).run(replies, make(), SIZES["tree"])
@@ -172,7 +172,7 @@ def test_a_prefix_cache_changes_what_is_fed_and_no_count() -> None:
     plain = Replayer(MODEL).run(replies, DRAFTERS["eagle-3"](), DraftBudget.chain(2))
     cached = Replayer(MODEL, prefix_bytes=1 << 30).run(replies, DRAFTERS["eagle-3"](), DraftBudget.chain(2))
     assert counts(cached.stats) == counts(plain.stats)
-    # In float64 a prompt may only be cut at whole chunks. The engine's own counts are the reference.
+    # In float64, prompts are only cut at whole chunks. The engine's own counts are the reference.
     llm = LLM(MODEL, DRAFTERS["eagle-3"](), DraftBudget.chain(2))
     llm.engine.remember(1 << 30)
     found = [llm.generate(PROMPTS[i], how).stats for i, how in [*enumerate(samplings(SAMPLINGS["warm"]))] * 2]
@@ -195,7 +195,7 @@ def test_grammars_force_the_same_tokens(tmp_path: Path) -> None:
     ("name", "sampling"), [("suffix", "greedy"), ("medusa", "greedy"), ("the model itself", "hot")]
 )
 def test_another_token_gives_other_counts(name: str, sampling: str) -> None:
-    """Negative control."""
+    """This is a negative control."""
     replies = recorded_once(sampling)[:1]
     reply = list(replies[0].reply)
     reply[10] = (reply[10] + 1) % 36
@@ -205,7 +205,7 @@ def test_another_token_gives_other_counts(name: str, sampling: str) -> None:
 
 
 def test_another_seed_gives_other_counts() -> None:
-    """Negative control: drafters share the noise of the seed."""
+    """This is a negative control: drafters share the noise of the seed."""
     replies = recorded_once("hot")
     seeded = [replace(r, sampling=replace(r.sampling, seed=99)) for r in replies]
     same, other = (Replayer(MODEL).run(rows, DraftModel(TOY, 37), SIZES["chain"]) for rows in (replies, seeded))
@@ -213,8 +213,8 @@ def test_another_seed_gives_other_counts() -> None:
     assert other.rounds > 2 * same.rounds
 
 
-def test_the_text_does_not_matter_to_how_it_was_recorded(tmp_path: Path) -> None:
-    """Recorded with drafts, in a batch: the same rows but for times."""
+def test_the_recording_does_not_depend_on_drafts_or_batches(tmp_path: Path) -> None:
+    """A recording with drafts, in a batch, has the same rows except for times."""
     plain = recorded_once("warm")
     llm = LLM(MODEL, DRAFTERS["eagle-3"](), SIZES["tree"])
     with llm.record(tmp_path / "b.jsonl"):
@@ -248,7 +248,7 @@ class Prices:
 
 
 class Ticking(DrafterWrapper):
-    """Takes two seconds for each level of a draft."""
+    """Drafts with a cost of two seconds per level."""
 
     def __init__(self, inner: Drafter) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""DRY against the formula, token by token, and its sequence breakers against the tokens of real kinds of tokenizers."""
+"""DRY compared with its formula, token by token, and its sequence breakers with the tokens of several tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BREAKERS = {9: [()], 8: [(1,), (1, 2)], 7: [(), (3,)]}
 
 
 def since_breaker(text: Sequence[int], breakers: dict[int, list[tuple[int, ...]]]) -> int:
-    """Tokens after the last place at which a breaker, first token and tail, stands; the longest tail counts."""
+    """Return the tokens after the last breaker, which is a first token and a tail. The longest tail counts."""
     for head in reversed(range(len(text))):
         fitting = [t for t in breakers.get(text[head], []) if tuple(text[head + 1 : head + 1 + len(t)]) == t]
         if fitting:
@@ -56,7 +56,7 @@ def penalties(
 
 
 def common(left: Sequence[int], right: Sequence[int], limit: int) -> list[int]:
-    """The last tokens that two texts share, `limit` of them at most."""
+    """Return the number of equal tokens at the end of two texts, at most `limit`."""
     shared: list[int] = []
     for a, b in zip(reversed(left), reversed(right), strict=False):
         if a != b or len(shared) == limit:
@@ -86,7 +86,7 @@ def test_penalties_equal_the_formula_at_every_row_of_every_draft(seed: int) -> N
         text = [*text, *paths[0], draw.randrange(letters)]
 
 
-def test_a_long_repetition_overflows_nothing() -> None:
+def test_a_long_repetition_does_not_overflow() -> None:
     row = Dry(1000.0, 5.0)(Prefix([1] * 500), torch.zeros(4))
     assert torch.isfinite(row).all()
     assert row[1] < -1e29
@@ -145,7 +145,7 @@ def test_breakers_look_only_at_tokens_of_the_text() -> None:
     assert sorted(spelled) == [5, 6]
 
 
-def test_a_row_of_fewer_tokens_is_penalised_as_far_as_it_goes() -> None:
+def test_a_narrower_row_is_penalised_only_for_its_own_tokens() -> None:
     text = Prefix([5, 1, 2, 7, 5, 1, 2])
     assert Dry(1.0)(text, torch.zeros(9))[7] < 0
     assert Dry(1.0)(text, torch.zeros(6)).tolist() == [0] * 6

@@ -1,4 +1,4 @@
-"""XTC and top-n-sigma against their formulas, and XTC's coin."""
+"""XTC and top-n-sigma compared with their formulas, and XTC's random choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.sampling.sampler import Prefix, Sampler
 
 
 def survivors(logits: list[float], threshold: float) -> list[int]:
-    """XTC from the definition: of the tokens that reach the threshold, the least likely stays."""
+    """Apply XTC by definition: keep only the least likely of the tokens that reach the threshold."""
     total = sum(map(math.exp, logits))
     chances = [math.exp(logit) / total for logit in logits]
     likely = [chance for chance in chances if chance >= threshold]
@@ -58,7 +58,7 @@ def test_xtc_decides_by_seed_and_position_with_its_probability() -> None:
 
 
 def test_xtc_is_independent_of_the_tokens_noise() -> None:
-    """Given that XTC leaves a row as it is, its token is drawn as without XTC; else from what XTC leaves."""
+    """If XTC does not change a row, its token is drawn as without XTC, and otherwise from the remaining tokens."""
     row, counts = torch.tensor([1.0, 0.5, 0.0]), torch.zeros(2, 3)
     sampler = Sampler(1.0, xtc_probability=0.5, noise=Noise(8))
     for at in range(800):

@@ -1,4 +1,4 @@
-"""Rows of a grammar: masks, rollback, forced tokens, ends, and what is refused."""
+"""Rows of a grammar: masks, rollback, forced tokens, ends, and refused grammars."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.support.grammars import (
     WORDS,
     Unruly,
     allowed,
-    alone,
     how,
     matcher,
+    undrafted,
 )
 from tests.support.vocabularies import KINDS, byte_level, speaker, tokenizer
 
@@ -43,7 +43,7 @@ pytest.importorskip("llguidance")
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "word piece"])
 def test_rows_allow_what_can_still_become_one_of_the_texts(kind: str) -> None:
-    """Against all texts of a finite language, for tokenizers of every kind."""
+    """Compare with all texts of a finite language, for every kind of tokenizer."""
     words = tokenizer(kind)
     texts = [b"the best", b"then", b"them all", b"t", b"about the other"]
     texts = [text for text in texts if words.spell(text.decode()) and spelled(words, text) == text]
@@ -72,7 +72,7 @@ def spelled(words: Tokenizer, text: bytes) -> bytes:
 
 
 def follow(rows: Matcher, count: int, told: random.Random) -> list[int]:
-    """A random text that the grammar allows."""
+    """Return a random text that the grammar allows."""
     text: list[int] = []
     while len(text) < count and END not in text:
         text.append(told.choice(sorted(allowed(rows, [], text))))
@@ -81,7 +81,7 @@ def follow(rows: Matcher, count: int, told: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_row_depends_only_on_its_prefix(name: str) -> None:
-    """Rows in any order, with forbidden tokens and ends in their paths, against a fresh matcher for each."""
+    """Compare rows in any order, with forbidden tokens and ends in their paths, with a new matcher for each."""
     grammar, _ = GRAMMARS[name]
     told = random.Random(7)
     for _ in range(6):
@@ -100,7 +100,7 @@ def test_a_row_depends_only_on_its_prefix(name: str) -> None:
             done += told.randrange(1, 5)
 
 
-def test_forced_tokens_equal_the_tokens_that_rows_leave() -> None:
+def test_forced_tokens_equal_the_only_allowed_tokens() -> None:
     rows = matcher(GRAMMARS["schema"][0])
     forced = rows.forced(Prefix([], (), 0), 99)
     assert WORDS.decode(forced).startswith('{"full_name_of_the_person"')
@@ -112,7 +112,7 @@ def test_forced_tokens_equal_the_tokens_that_rows_leave() -> None:
 
 
 def test_forced_text_in_another_spelling_is_forbidden() -> None:
-    """The bytes are right, but no row would have chosen them."""
+    """The bytes are right, but no row would have chosen these tokens."""
     rows = matcher(GRAMMARS["literal"][0])
     first = rows.forced(Prefix([], (), 0), 2)
     letters = [WORDS.vocabulary[letter] for letter in "The"]
@@ -179,7 +179,7 @@ def test_rows_of_any_width_and_precision() -> None:
 def test_a_model_with_rows_beyond_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(speaker(WORDS, seed=3, padded=13))
     sampling = how(GRAMMARS["letters"][0], 0.8)
-    expected = alone(llm, sampling, monkeypatch)
+    expected = undrafted(llm, sampling, monkeypatch)
     assert GRAMMARS["letters"][1](WORDS.decode(expected))
     assert (
         LLM(llm.model, Unruly([*llm.encode("Hi"), *expected], 0.8), DraftBudget.chain(4))
@@ -218,7 +218,7 @@ def test_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wrapped:
-    """A matcher of llguidance whose methods a test can replace."""
+    """An llguidance matcher with methods that a test can replace."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -231,7 +231,7 @@ class Wrapped:
 
 
 class Failing(Wrapped):
-    """Fails once, when it has done what it was asked."""
+    """Fails once, after completing the call."""
 
     left = 5
 
@@ -244,13 +244,13 @@ class Failing(Wrapped):
 
 
 class Stiff(Wrapped):
-    """Cannot roll back, as after an error of its own or beyond some limit."""
+    """Cannot roll back, as after an internal error or past a limit."""
 
     def rollback(self, count: int) -> bool:
         return False
 
 
-def test_a_row_that_fails_leaves_nothing_behind() -> None:
+def test_a_failing_row_leaves_no_trace() -> None:
     grammar = GRAMMARS["digits"][0]
     text = follow(matcher(grammar), 40, random.Random(3))
     Failing.left = len(text) - 1
@@ -263,7 +263,7 @@ def test_a_row_that_fails_leaves_nothing_behind() -> None:
         assert allowed(rows, text[:1], text[1:done]) == allowed(matcher(grammar), text[:done])
 
 
-def test_a_library_that_cannot_roll_back_is_read_anew() -> None:
+def test_a_matcher_that_cannot_roll_back_is_rebuilt() -> None:
     grammar = GRAMMARS["nested"][0]
     inner = grammar._compile(WORDS, SIZE, frozenset({END})).matcher
     rows = Matcher(Stiff(inner), frozenset({END}))  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
         sampler.choose(prefix, torch.zeros(SIZE))
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -391,8 +391,8 @@ def test_evicted_grammars_are_not_compiled_again_while_they_are_in_use(monkeypat
     assert allowed(again, []) == allowed(rows, [])
 
 
-def test_further_ends_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each set of ends would take a tokenizer of llguidance's own: half a second and ten megabytes."""
+def test_additional_end_tokens_share_the_compiled_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, each set of end tokens would need its own llguidance tokenizer: half a second and ten megabytes."""
     grammar = Grammar.regex("ab?")
     a, b, start = WORDS.vocabulary["a"], WORDS.vocabulary["b"], WORDS.vocabulary["<s>"]
     matcher(grammar)
@@ -412,8 +412,8 @@ def test_further_ends_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -
         "start: a\na: b a c | b c |\nb: /[a-z]/ | a b\nc: /[a-z]/ | c a\n",
     ],
 )
-def test_a_grammar_that_is_ever_slower_to_follow_is_given_up(text: str) -> None:
-    """Its masks take half a second each in no time, between everybody's rounds; see `grammar_compile._ITEMS`."""
+def test_a_grammar_that_becomes_slower_and_slower_is_abandoned(text: str) -> None:
+    """Its masks would soon take half a second each, between all requests' rounds; see `grammar_compile._ITEMS`."""
     rows, told, read = matcher(Grammar.lark(text)), random.Random(0), list[int]()
 
     def walk() -> None:

@@ -1,4 +1,4 @@
-"""A schema on the demo model: valid, the same with every drafter, and its keys cost no round of their own."""
+"""A schema with the demo model: the reply is valid, the same with every drafter, and keys take no additional rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies follow their grammar, and are the same with every drafter and any other parameter."""
+"""Replies follow their grammar, and are the same with every drafter and any other parameters."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from tests.support.grammars import (
     WORDS,
     Unruly,
     allowed,
-    alone,
     how,
     matcher,
+    undrafted,
 )
 from tests.support.tiny_heads import eagle_config, eagle_tensors, medusa_tensors
 from tests.support.vocabularies import speaker
@@ -52,17 +52,17 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def plain() -> LLM:
-    """A toy that never ends a text on its own and prefers earlier tokens."""
+    """Return a toy that never ends a text and prefers earlier tokens."""
     return LLM(speaker(WORDS, seed=3))
 
 
 @cache
 def spoken(name: str, temperature: float) -> tuple[Sampling, list[int]]:
-    """A grammar's sampling, and the reply without any draft."""
-    # A random toy goes on with brackets and spaces for ever.
+    """Return the sampling with a grammar, and the reply without drafts."""
+    # A random toy continues forever with brackets and spaces.
     bias = {WORDS.vocabulary["x"]: 1.0} | dict.fromkeys(SPACES, -9.0)
     sampling = how(GRAMMARS[name][0], temperature, logit_bias=bias)
-    return sampling, alone(LLM(speaker(WORDS, seed=3)), sampling, pytest.MonkeyPatch())
+    return sampling, undrafted(LLM(speaker(WORDS, seed=3)), sampling, pytest.MonkeyPatch())
 
 
 FORCED = {"forced": True, "unforced": False}
@@ -100,7 +100,7 @@ def test_forced_tokens_are_never_wrong(
 
 
 class Watched(DrafterWrapper):
-    """Looks at every draft: what a drafter ranked with the sampler must be allowed along its path."""
+    """Checks every draft: tokens that a drafter ranked with the sampler must be allowed after their path."""
 
     def __init__(self, inner: Drafter, grammar: Grammar) -> None:
         super().__init__(inner)
@@ -140,7 +140,7 @@ RANKED: dict[str, Callable[[LLM], Drafter]] = {
     "itself": lambda llm: make_drafter("model:itself", llm.model, lambda reference: llm.model),
     "other": lambda llm: make_drafter("model:other", llm.model, lambda reference: speaker(WORDS, seed=8)),
 }
-"""Those that choose what to draft with the sampler, at the true path."""
+"""Drafters that choose tokens with the sampler, after the true path."""
 LONG = ["schema", "letters", "nested"]
 
 
@@ -148,7 +148,7 @@ LONG = ["schema", "letters", "nested"]
 def spoken_with_spaces(name: str, temperature: float) -> tuple[Sampling, list[int]]:
     """As `spoken`."""
     sampling = how(GRAMMARS[name][0], temperature, logit_bias={WORDS.vocabulary["x"]: 1.0})
-    return sampling, alone(LLM(speaker(WORDS, seed=3)), sampling, pytest.MonkeyPatch())
+    return sampling, undrafted(LLM(speaker(WORDS, seed=3)), sampling, pytest.MonkeyPatch())
 
 
 RANKS = {"chain": (0.0, DraftBudget.chain(4)), "tree": (0.8, DraftBudget(10, 4, 3))}
@@ -178,7 +178,7 @@ def test_tokens_ranked_for_a_draft_are_allowed_there(
 
 @cover(name=LONG, temperature=[0.0, 0.8], draft={"chain": DraftBudget.chain(3), "tree": DraftBudget(12, 3, 3)})
 def test_medusa_heads_draft_along_a_grammar(plain: LLM, name: str, temperature: float, draft: DraftBudget) -> None:
-    """The rows assume the likeliest path, so the grammar forbids some of the drafted tokens."""
+    """The rows assume the most likely path, so the grammar forbids some of the drafted tokens."""
     target = plain.model.target
     assert isinstance(target, Decoder)
     config = MedusaConfig(hidden=target.config.hidden, vocab_size=SIZE, heads=3, layers=1)
@@ -201,9 +201,9 @@ def test_other_rules_keep_to_the_grammar_too(plain: LLM, name: str, rule: Any, d
 
 
 def test_a_matcher_that_is_not_rolled_back_fails(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the tests above."""
+    """This is the negative control of the tests above."""
     grammar, _ = GRAMMARS["digits"]
-    expected = alone(plain, how(grammar, 0.8), monkeypatch)
+    expected = undrafted(plain, how(grammar, 0.8), monkeypatch)
 
     def forget(self: Matcher, count: int) -> bool:
         if count:
@@ -265,7 +265,7 @@ def test_schemas_of_any_form(schema: dict[str, Any], temperature: float, seed: i
         max_new_tokens=400, temperature=temperature, seed=seed, grammar=Grammar.json_schema(schema), top_p=0.95
     )
     llm = LLM(speaker(WORDS, seed=3))
-    expected = alone(llm, sampling, pytest.MonkeyPatch())
+    expected = undrafted(llm, sampling, pytest.MonkeyPatch())
     said = json.loads(WORDS.decode(expected))
     assert expected[-1] == END
     assert fits(schema, said)
@@ -287,7 +287,7 @@ def test_min_new_tokens_holds_as_far_as_the_grammar_lets_it(plain: LLM, monkeypa
         assert out.finish_reason == "eos"
         assert len(out.text) >= min(least, 4)
         assert len(out.token_ids) <= tokens
-        expected = alone(plain, sampling, monkeypatch)
+        expected = undrafted(plain, sampling, monkeypatch)
         assert out.token_ids == expected
         drafter = Unruly([*plain.encode("Hi"), *expected], 0.7)
         assert LLM(plain.model, drafter, DraftBudget(9, 3, 3)).generate("Hi", sampling).token_ids == expected
@@ -295,10 +295,10 @@ def test_min_new_tokens_holds_as_far_as_the_grammar_lets_it(plain: LLM, monkeypa
 
 def test_stops_and_limits_cut_what_is_valid_so_far(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = GRAMMARS["schema"][0]
-    whole = plain.tokenizer.decode(alone(plain, how(grammar, 0.0), monkeypatch))
+    whole = plain.tokenizer.decode(undrafted(plain, how(grammar, 0.0), monkeypatch))
     for more in ({"stop": '"age'}, {"stop": "}"}, {"stop_when": lambda ids, text: '"kind' in text}):
         sampling = how(grammar, 0.0, **more)
-        expected = alone(plain, sampling, monkeypatch)
+        expected = undrafted(plain, sampling, monkeypatch)
         for make, draft in (DRAFTERS[which] for which in ("right", "often right", "wrong", "suffix")):
             out = LLM(plain.model, make(plain, expected), draft).generate("Hi", sampling)
             assert out.token_ids == expected
@@ -351,7 +351,7 @@ def test_a_processor_of_the_users_cannot_allow_what_the_grammar_forbids(plain: L
 
 
 class Slots(Drafter):
-    """Sees which requests a drafter is asked for."""
+    """Records the requests to a drafter."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -370,13 +370,13 @@ class Slots(Drafter):
 def test_requests_with_and_without_a_grammar_share_rounds(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("schema", "literal", "letters")
     samplings = [*(how(GRAMMARS[name][0], 0.8) for name in names), Sampling(max_new_tokens=30, seed=1)]
-    expected = [alone(plain, sampling, monkeypatch) for sampling in samplings]
+    expected = [undrafted(plain, sampling, monkeypatch) for sampling in samplings]
     for drafter, draft in ((None, None), (Suffix(), DraftBudget(9, 4, 2)), (Suffix(), None)):
         llm = LLM(plain.model, drafter, draft)
         assert [out.token_ids for out in llm.generate(["Hi"] * 4, samplings)] == expected
 
 
-def test_a_forced_stretch_takes_few_rounds_and_asks_no_drafter(plain: LLM) -> None:
+def test_forced_text_takes_few_rounds_and_no_drafts(plain: LLM) -> None:
     drafter = Slots()
     out = LLM(plain.model, drafter, DraftBudget.chain(3)).generate("Hi", how(GRAMMARS["literal"][0], 0.8))
     assert out.stats.rounds <= 1 + len(out.token_ids) // 20

@@ -20,7 +20,7 @@ pytest.importorskip("llguidance")
 
 
 def allows(schema: Any, *values: Any) -> list[bool]:
-    """Return for each value if a grammar of the schema allows it."""
+    """Return, for each value, True if a grammar of the schema allows it."""
     return [accepts(Grammar.json_schema(schema), json.dumps(value)) for value in values]
 
 
@@ -243,7 +243,7 @@ def test_a_schema_decides_itself_whether_it_is_a_guide() -> None:
 
 
 def test_items_that_should_differ_end_in_a_guide_too() -> None:
-    """A guide allows repeated items, but not without end."""
+    """A guide allows repeated items, but not endless lists."""
     many, free = [*"abcdefgh"], {"type": "array", "items": STRING, "uniqueItems": True}
     known = {**free, "items": {"enum": many}}
     assert allows(guide(known), ["a"] * 8, ["a"] * 9, many) == [True, False, True]
@@ -301,8 +301,8 @@ def _nested(depth: int, key: str) -> Any:
         {"propertyNames": 5, "uniqueItems": 7, "not": [], "pattern": {}, "format": {}, "minimum": "x", "oneOf": [[]]},
     ],
 )
-def test_odd_and_large_schemas_take_few_steps(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that the limit does not count would run millions of lines."""
+def test_unusual_and_large_schemas_take_few_steps(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work that the limit does not include would run millions of lines."""
     monkeypatch.setattr(schema_document, "_MOST", 10_000)
     with counted() as lines, suppress(ValueError):  # too large, or too deep
         enforceable(guide(schema), {})

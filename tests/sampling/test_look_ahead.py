@@ -1,4 +1,4 @@
-"""Patterns with look-ahead, and what equals them."""
+"""Patterns with look-ahead, and equivalent patterns."""
 
 from __future__ import annotations
 

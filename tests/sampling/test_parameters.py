@@ -83,7 +83,7 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, temperature: float)
 
 
 def test_draws_follow_the_shaped_distribution() -> None:
-    """Tests only the noise: chi-square of 6,000 draws against softmax(logits / T)."""
+    """Test only the noise: chi-square of 6,000 draws compared with softmax(logits / T)."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
     draws = 6_000
     sampler = Sampler(temperature=0.7, noise=Noise(5))
@@ -94,7 +94,7 @@ def test_draws_follow_the_shaped_distribution() -> None:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([5, 40, 3000]), st.data())
-def test_cuts_agree_with_transformers(seed: int, width: int, data: st.DataObject) -> None:
+def test_truncation_agrees_with_transformers(seed: int, width: int, data: st.DataObject) -> None:
     warpers = pytest.importorskip("transformers.generation.logits_process")
     top_k = data.draw(st.sampled_from([0, 1, 3, 50]))
     top_p = data.draw(st.sampled_from([1.0, 0.95, 0.5, 0.01]))
@@ -114,8 +114,8 @@ def test_cuts_agree_with_transformers(seed: int, width: int, data: st.DataObject
     assert support(logits, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p) == expected
 
 
-def test_equal_tokens_live_or_die_together() -> None:
-    """transformers cuts ties of top_p by the order of a sort; ties of typical_p it keeps, as all of ours are."""
+def test_equal_tokens_are_kept_or_dropped_together() -> None:
+    """transformers breaks ties of top_p by sort order, and keeps ties of typical_p. We always keep ties."""
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
     assert support(logits, top_p=0.6) == [0, 1, 2, 3]
     assert support(logits, top_k=2) == [0, 1, 2, 3]
@@ -160,8 +160,8 @@ def test_the_best_is_what_the_noise_of_all_columns_gives(shape: str, n: int, see
     assert list(zip(ids.tolist(), sums.tolist(), strict=True)) == full(noise, position, scores[some], some, count)
 
 
-def test_a_far_column_wins_if_its_noise_lifts_it() -> None:
-    """The column with the highest noise of 200,000 is the farthest below, and just within or out of its reach."""
+def test_a_low_column_can_win_by_its_noise() -> None:
+    """Of 200,000 columns, the one with the highest noise has the lowest logit, just within or outside its reach."""
     noise, n = Noise(11), 200_000
     lift = noise.gumbel(0, torch.arange(n))
     top = int(lift.argmax())
@@ -217,7 +217,7 @@ SUBSET = Subset(torch.tensor([1, 2, 5, 7, 11, 12, 13, 20, 30, 35]), 37)
 
 
 def less_likely_and_one_more(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
-    """Speaks of the target's tokens: one that is in the subset, one that is not."""
+    """Changes two of the target's tokens, one inside and one outside the subset."""
     logits[5] -= 3.0
     logits[6] = 2.0
     return logits
@@ -256,7 +256,7 @@ def test_a_subset_is_ranked_as_rows_that_are_minus_infinity_elsewhere(sampler: S
     "how", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"typical_p": 0.6}, {"top_k": 40, "top_p": 0.9}]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_that_are_banned_are_dropped_and_nothing_else(
+def test_only_banned_tokens_are_dropped(
     how: dict[str, float], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row with few remaining tokens gives the same result as a search over all tokens."""

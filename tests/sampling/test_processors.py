@@ -1,5 +1,5 @@
-"""Every processor does what transformers' (or OpenAI's) of that name does, wherever the prefix is cut into text and
-drafted path, and a whole reply is transformers' own with any draft."""
+"""Every processor equals the processor of that name in transformers (or OpenAI's formula), at any split of the prefix
+into text and drafted path. Whole replies equal transformers' replies with any draft."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ seeds = st.integers(0, 1000)
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """transformers' processors, which are imported by the first test that compares with them."""
+    """Import transformers' processors, in the first test that compares with them."""
     return pytest.importorskip("transformers.generation.logits_process")
 
 
@@ -100,7 +100,7 @@ def test_min_new_tokens(
 
 @given(st.floats(-2, 2, width=32), st.floats(-2, 2, width=32), st.data())
 def test_frequency_and_presence_penalty_by_openais_formula(a: float, b: float, data: st.DataObject) -> None:
-    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, with counts of the reply only."""
+    """Formula: mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, with counts of only the reply."""
     prompt, reply, path = (data.draw(texts) for _ in range(3))
     row, processor = row_of(data.draw(seeds)), CountPenalty(a, b)
     assert torch.equal(processor(Prefix(prompt, [], len(prompt)), row.clone()), row)
@@ -118,7 +118,7 @@ def test_the_tail_of_a_prefix(text: list[int], path: list[int], count: int) -> N
 
 def test_the_cost_of_a_row_does_not_grow_with_the_text() -> None:
     class Watched(list[int]):
-        """A text that counts how much of it is read."""
+        """A text that counts the tokens read from it."""
 
         read = 0
 
@@ -147,7 +147,7 @@ def test_the_cost_of_a_row_does_not_grow_with_the_text() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_golden_replies_are_transformers_own(dtype: torch.dtype) -> None:
-    """If not, write them anew: `python -m tests.support.golden_replies`."""
+    """If they differ, write them again: `python -m tests.support.golden_replies`."""
     pytest.importorskip("transformers")
     assert golden_replies.made(dtype) == golden_replies.replies()
 
@@ -179,7 +179,7 @@ def test_whole_greedy_replies_are_transformers_own_with_any_draft(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_banning_every_token_is_named_in_the_error(temperature: float, toy: Decoder) -> None:
-    """transformers takes token 0, or fails on NaN."""
+    """transformers would choose token 0, or fail on NaN."""
     sampling = Sampling(temperature=temperature, bad_words=[[token] for token in range(37)], seed=1)
     with pytest.raises(NoTokenLeft, match="every token is banned at position 3"):
         run(toy, [1, 2, 3], sampling)
@@ -223,7 +223,7 @@ def test_ids_beyond_the_vocabulary_are_refused_before_any_work(wrong: dict[str, 
 
 def test_words_are_banned_with_and_without_a_space() -> None:
     def encode(text: str) -> list[int]:
-        """Like SentencePiece: a space before the text, words with their space are one token."""
+        """Encode like SentencePiece: add a space before the text, and join each word with its space into one token."""
         pieces = {"\n": 1, " blue": 2, "blue": 3, " ": 4}
         text, ids = " " + text, []
         while text:
@@ -268,7 +268,7 @@ def test_processors_come_in_the_documented_order_and_yours_last() -> None:
 
 @given(st.integers(0, 10_000))
 def test_sampling_after_penalties_follows_transformers_distribution(theirs: Any, seed: int) -> None:
-    """The whole order at once: penalty, bans, temperature, top-k, top-p, min-p, typical-p."""
+    """Check the whole order at once: penalty, bans, temperature, top-k, top-p, min-p, typical-p."""
     text = [seed % 40, 3, 4, 3, 4, 3]
     row = row_of(seed, 40).double()
     warp = [
@@ -298,7 +298,7 @@ def test_sampling_after_penalties_follows_transformers_distribution(theirs: Any,
 
 
 def test_a_drafter_in_another_width_keeps_its_counts() -> None:
-    """A draft model's rows may be narrower than the target's: both look into the same counts."""
+    """A draft model's rows can be narrower than the target's rows, and both use the same counts."""
     sampler = Sampler(processors=(RepetitionPenalty(2.0),), noise=Noise(1))
     prefix = Prefix([8, 2, 8], [3], 3)
     narrow, wide = torch.ones(5), torch.ones(9)

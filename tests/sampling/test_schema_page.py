@@ -1,4 +1,4 @@
-"""Every schema that pydantic, msgspec, attrs, zod and schemars emit for ordinary types is taken."""
+"""Every schema that pydantic, msgspec, attrs, zod and schemars emit for ordinary types is accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ the dialect of OpenAPI 3.0 and empty tuples, and in draft 7 takes contentEncodin
 
 
 def walk(grammar: Grammar, rng: random.Random) -> str | None:
-    """A random text of a grammar, None if it does not end soon."""
+    """Return a random text of a grammar, or None if it does not end soon."""
     rows, text = grammar._compile(WORDS, SIZE, frozenset([END])).matcher.deep_copy(), b""
     closing = {token for token, said in WORDS.token_bytes.items() if said in (b'"', b"}", b"]")}
     for _ in range(400):
@@ -47,8 +47,8 @@ def walk(grammar: Grammar, rng: random.Random) -> str | None:
 
 
 @some("tool", sorted({name.partition(":")[0] for name in SCHEMAS}), fast=["pydantic", "zod-draft-2020-12"])
-def test_each_schema_is_taken_as_a_guide(tool: str) -> None:
-    """Texts that follow it are valid by it, as another implementation has it."""
+def test_each_schema_is_accepted_as_a_guide(tool: str) -> None:
+    """Texts that follow the guide are valid according to another implementation."""
     validators = pytest.importorskip("jsonschema_rs")
     for name, schema in SCHEMAS.items():
         if not name.startswith(f"{tool}:"):
@@ -75,7 +75,7 @@ def test_nearly_all_are_taken_as_a_promise() -> None:
     assert all("uniqueItems" in said or "minimum 9223372036854775808" in said for said in refused.values()), refused
 
 
-def test_the_page_is_whole() -> None:
+def test_the_page_contains_schemas_of_all_libraries() -> None:
     kinds = {name.partition(":")[0] for name in SCHEMAS}
     assert kinds == {
         "attrs",

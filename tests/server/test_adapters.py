@@ -1,4 +1,4 @@
-"""Adapters as models of the API: named by requests, listed, counted apart, each with its own drafter."""
+"""Adapters as models of the API: named in requests, listed, counted separately, each with its own drafter."""
 
 from __future__ import annotations
 

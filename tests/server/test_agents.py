@@ -1,4 +1,4 @@
-"""Requests of agents, replayed: what each must find in the answer."""
+"""Replayed requests of agents, and the parts of the answer that each agent needs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_codex() -> None:
 
 
 def test_codex_finds_the_tools_of_its_servers() -> None:
-    """A call of a function in a namespace has the inner name and the namespace, and is sent back with both."""
+    """A call of a function in a namespace has the inner name and the namespace, and Codex sends both back."""
     with serving(scripted(CODEX_NAMESPACED)) as it:
         found = streamed(it, "/v1/responses", CODEX)
         kinds = ("response.output_item.added", "response.output_item.done")
@@ -102,7 +102,7 @@ def test_claude_code() -> None:
 
 
 def test_instructions_of_claude_code_do_not_change_its_prefix(talker: Serving) -> None:
-    """The billing header changes with every request; the prompt may not."""
+    """The billing header changes with every request, but the prompt must not change."""
     changed = json.loads(json.dumps(CLAUDE["system"]).replace("fa690", "0b1c2"))
     counts = [
         talker.post("/v1/messages", {**CLAUDE, "system": system, "stream": False, "max_tokens": 1, "tools": []})
@@ -113,7 +113,7 @@ def test_instructions_of_claude_code_do_not_change_its_prefix(talker: Serving) -
 
 
 def test_copilot() -> None:
-    """Copilot checks the version, takes what `/api/show` says of each model, and then speaks OpenAI's API."""
+    """Copilot checks the version, reads each model's `/api/show`, and then uses OpenAI's API."""
     with serving(scripted("It is src.")) as it:
         version = it.get("/api/version").json()["version"]
         assert tuple(map(int, version.split("."))) >= (0, 6, 4)
@@ -161,7 +161,7 @@ def test_open_webui_with_ollamas_api() -> None:
 
 @pytest.mark.parametrize("refuses", ["system", "twice"])
 def test_instructions_that_come_late_are_moved_if_the_template_refuses_them(refuses: str) -> None:
-    """As after Codex has compacted a conversation."""
+    """Codex sends such messages after it has compacted a conversation."""
     template = (
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
         "{% if 'twice' == '"

@@ -1,4 +1,4 @@
-"""The small routes, the page, the description of the API."""
+"""Small routes, the page, and the description of the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline serve` under attack: other clients' waits, the process's memory and its shutdown have hard bounds."""
+"""`paceline serve` under attack: limits on other clients' waits, on memory and on the time of a shutdown."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.support.server_process import ServerProcess, paceline_serve
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 WORK = 8.0
-"""CPU seconds that the server may spend, during an attack, until it answers a request for four tokens. Alone it spends
-some 0.1. Other programs on the machine make the wait longer, but not the work."""
+"""Maximum CPU seconds that the server spends, during an attack, until it answers a request for four tokens. Without an
+attack, it spends about 0.1. Other programs on the machine make the wait longer, but not the work."""
 GROWTH = 800 * 2**20
-"""Bytes that the server and its helper process may gain in total."""
+"""Maximum total memory growth of the server and its helper process, in bytes."""
 GRACE = 2
 SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 4, "temperature": 0}
 
 
 class Server(ServerProcess):
-    """A served demo model. `prefix`: a command that runs the one behind it."""
+    """A served demo model. `prefix` is a command that runs the server's command."""
 
     def __init__(self, *prefix: str) -> None:
         command = paceline_serve(f"--model demo --quantize int8 --grace {GRACE}")
@@ -42,15 +42,14 @@ class Server(ServerProcess):
         return connection
 
     def work(self, **more: Any) -> float:
-        """Return the CPU seconds of the server between a well-behaved client's request for four tokens and its
-        answer."""
+        """Return the server's CPU seconds from a well-behaved client's request for four tokens to its answer."""
         before = self.processor_seconds
         answer = httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=SHORT | more, timeout=120)
         assert answer.status_code == 200, answer.text
         return self.processor_seconds - before
 
     def end(self) -> None:
-        """Send SIGTERM and wait for the end of the process, which must not wait for requests of ten minutes."""
+        """Send SIGTERM and wait for the process to end. It must not wait for requests of ten minutes."""
         self.terminate()
         self.process.wait(60)
 
@@ -69,7 +68,7 @@ def status(connection: socket.socket) -> int:
 
 
 def hold_out(server: Server, seconds: float, before: int | None = None, **more: Any) -> None:
-    """Ask for four tokens again and again: work and memory stay within bounds. `before`: memory before the attack."""
+    """Repeatedly request four tokens, and check work and memory. `before` is the memory before the attack."""
     before, until = before or server.resident, time.monotonic() + seconds
     while time.monotonic() < until:
         assert server.work(**more) < WORK
@@ -78,7 +77,7 @@ def hold_out(server: Server, seconds: float, before: int | None = None, **more: 
 
 
 def bombs(count: int, first: int = 10000301) -> list[dict[str, Any]]:
-    """Small requests whose grammars take minutes and gigabytes to compile."""
+    """Return small requests with grammars that take minutes and gigabytes to compile."""
     schemas = [{"type": "integer", "multipleOf": first + 2 * n} for n in range(count)]
     return [{"prompt": "a", "max_tokens": 4, "timeout": 2, "guided_json": schema} for schema in schemas]
 
@@ -127,7 +126,7 @@ def test_long_texts_to_tokenise(server: Server) -> None:
 
 
 def test_bodies_that_never_end(server: Server) -> None:
-    """Each holds nearly four megabytes; the small bodies of others are answered."""
+    """Each body has nearly four megabytes, but other clients' small requests are answered."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: 4000000\r\n\r\n"
     connections = []
@@ -155,7 +154,7 @@ def test_bodies_that_never_end(server: Server) -> None:
     ],
 )
 def test_grammars_that_are_slow_to_follow(server: Server, form: dict[str, str]) -> None:
-    """The engine asks for their masks between everyone's rounds."""
+    """The engine computes their masks between the rounds of all requests."""
     body = {**SHORT, **form, "max_tokens": 400, "temperature": 1.5, "n": 12}
     connections = [server.send("/v1/completions", {**body, "seed": seed}) for seed in range(2)]
     hold_out(server, 10)
@@ -174,8 +173,8 @@ def test_many_end_tokens_with_a_grammar(server: Server) -> None:
     assert server.resident - before < 200 * 2**20
 
 
-def test_bodies_that_are_larger_in_memory(server: Server) -> None:
-    """Tiny objects, in a field that is ignored and in one that is kept: up to thirty times the bytes that were sent."""
+def test_bodies_that_grow_in_memory_are_bounded(server: Server) -> None:
+    """Tiny objects, in an ignored field and in a stored field, take up to thirty times the bytes that were sent."""
     ignored = {**SHORT, "user": [{"": 0}] * 400_000}
     kept = {**SHORT, "guided_json": {"enum": [{"": 0}] * 99_000}}
     before = server.resident
@@ -197,7 +196,7 @@ def test_a_body_of_unknown_keys(server: Server) -> None:
 
 
 def test_stalled_bodies_do_not_delay_complete_bodies(server: Server) -> None:
-    """Each of them lacks its last bytes; honest large requests are read all the same."""
+    """Each stalled body lacks its last bytes, but complete large requests are still read."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     stalled = []
     for _ in range(17):
@@ -213,14 +212,14 @@ def test_stalled_bodies_do_not_delay_complete_bodies(server: Server) -> None:
 
 @pytest.fixture
 def narrow() -> Iterator[Server]:
-    """A server that may open 512 files."""
+    """Serve with a limit of 512 open files."""
     it = Server("sh", "-c", 'ulimit -n 512; exec "$@"', "sh")
     yield it
     it.kill()
 
 
 def test_silent_connections(narrow: Server) -> None:
-    """More than there may be files; some send half of a request's head, some half of a body."""
+    """There are more connections than the file limit. Some send half of a request's head, and some half of a body."""
     starts = (b"", b"GET /health HTTP/1.1\r\nHost: x", b"POST /tokenize HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
     silent = []
     for n in range(900):

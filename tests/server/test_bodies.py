@@ -1,4 +1,4 @@
-"""Malformed bodies are the client's errors: 400 in OpenAI's shape, never 500, and the server goes on."""
+"""Malformed bodies are client errors: status 400 in OpenAI's format, never 500, and the server continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNKNOWN = {f"x{i}": 1 for i in range(50_000)}
     ],
     ids=lambda body: ",".join(list(body)[:3]),
 )
-def test_a_completion_wrong_in_many_places_is_told_of_few(body: dict[str, Any]) -> None:
+def test_only_the_first_errors_of_a_completion_are_reported(body: dict[str, Any]) -> None:
     """Reporting every place takes time and blocks other requests."""
     few(CompletionRequest, body)
 
@@ -115,7 +115,7 @@ def test_nested_bodies_with_large_numbers_are_parsed() -> None:
 
 
 def test_values_are_counted() -> None:
-    """Tiny objects take thirty times the bytes that they are sent in."""
+    """Tiny objects take thirty times their size in the request."""
     with pytest.raises(ApiError, match="more than 200000 strings, lists and objects"):
         parse(b'{"user": [' + b'{"":0},' * 100_000 + b"0]}")
     _, memory = parse(b'{"user": [' + b'{"":0},' * 50_000 + b"0]}")
@@ -145,7 +145,7 @@ FROM_A_PAGE = [{"Origin": "https://example.org"}, {"Origin": "null"}, {"Sec-Fetc
 @pytest.mark.parametrize("page", FROM_A_PAGE, ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "application/json; charset=utf-16"])
 def test_a_web_page_must_declare_json(served: Serving, kind: str, page: dict[str, str]) -> None:
-    """A browser sends other types to another origin without asking first."""
+    """A browser sends other content types to another origin without a preflight request."""
     headers = {"Content-Type": kind, **page}
     answer = served.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert answer.status_code == 400
@@ -176,8 +176,8 @@ def test_bodies_made_by_hypothesis(served: Serving, case: tuple[str, bytes]) -> 
 
 
 @pytest.mark.slow
-def test_documented_requests_are_not_the_servers_failure(served: Serving) -> None:
-    """A sample of what test_described_requests.py runs by the thousand."""
+def test_documented_requests_do_not_fail_the_server(served: Serving) -> None:
+    """This is a sample of the thousands of requests in test_described_requests.py."""
     requests = Document(served.get("/openapi.json").json()).requests()
 
     @hypothesis.settings(max_examples=150, suppress_health_check=list(hypothesis.HealthCheck))

@@ -1,7 +1,7 @@
-"""Malformed bodies by the thousand: each is answered, as the client's error or as a reply.
+"""Thousands of malformed bodies. Each is answered with a client error or a reply.
 
-PACELINE_FUZZ_BODIES sets their number (4000): a quarter is drawn from what is nearly valid, a quarter is the same with
-bytes changed, and half are conversations in the dialect of each API with places of their JSON changed.
+PACELINE_FUZZ_BODIES sets their number (4000): a quarter is nearly valid, a quarter is nearly valid with changed bytes,
+and half are conversations in the dialect of each API with changed JSON values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def draw_cases(count: int, seed: int) -> list[Case]:
 
 
 def mutate(cases: list[Case], count: int, seed: int) -> Iterator[Case]:
-    """Yield known bodies with bytes changed, cut out and doubled."""
+    """Yield known bodies with bytes changed, removed and duplicated."""
     dice = random.Random(seed)
     for _ in range(count):
         path, data = dice.choice(cases)
@@ -62,7 +62,7 @@ def mutate(cases: list[Case], count: int, seed: int) -> Iterator[Case]:
 
 
 def alter(count: int, seed: int) -> Iterator[Case]:
-    """Yield bodies of all APIs with places of their JSON changed."""
+    """Yield bodies of all APIs with changed JSON values."""
     dice = random.Random(seed)
     whole = {**bodies("ab"), **OTHERS}
     for _ in range(count):

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (DeepSeek's markers)
-"""Calls as small models write them: mistakes in JSON, missing arguments, further families' forms, hostile text."""
+"""Calls as small models write them: mistakes in JSON, missing arguments, other families' formats, hostile text."""
 
 from __future__ import annotations
 
@@ -247,8 +247,8 @@ PIECES = [
 @given(
     st.sampled_from((*FORMATS, PLAIN)), st.lists(st.sampled_from(PIECES), max_size=20).map("".join), st.integers(1, 7)
 )
-def test_no_call_and_no_text_is_made_up(form: CallFormat, text: str, step: int) -> None:
-    """It does not matter how a reply arrives, its text is part of it, and a call has a name that it holds."""
+def test_no_call_or_text_is_invented(form: CallFormat, text: str, step: int) -> None:
+    """The result does not depend on the pieces of the reply. All text and all names of calls occur in the reply."""
     shown, calls = read(form, text, step)
     assert (shown, calls) == read(form, text, 1000)
     rest = iter(text)

@@ -16,15 +16,13 @@ from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.vocabularies import byte_level
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 pytest.importorskip("llguidance")
 
 ASK: Any = [{"role": "user", "content": "go"}]
 
 
 class Closed(BaseModel):
-    """Without other properties, as OpenAI's strict functions are."""
+    """A schema without additional properties, as in OpenAI's strict functions."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -79,7 +77,7 @@ def test_nested_models_can_be_forced_and_are_parsed(talker: Serving) -> None:
 
 
 def own_tool(model: type[BaseModel]) -> Any:
-    """A function whose arguments OpenAI's client parses."""
+    """Return a function with arguments that OpenAI's client parses."""
     import openai
 
     return openai.pydantic_function_tool(model)
@@ -220,7 +218,7 @@ def written(form: CallFormat, values: Any) -> str:
 
 
 @pytest.mark.parametrize("form", [QWEN, GLM, SEED, MINIMAX, DSML], ids=lambda form: form.name)
-def test_a_forced_call_is_in_the_familys_own_form(form: CallFormat) -> None:
+def test_a_forced_call_has_the_familys_format(form: CallFormat) -> None:
     grammar = form.grammar([("add", TYPED)], {})
     assert "%json" in grammar
     for values in (VALUES, {"path": "", "count": 0}, {"path": "</", "count": 1, "more": "5 > 4"}):
@@ -282,7 +280,7 @@ def test_schemas_that_tags_cannot_enforce_are_forced_as_json(schema: Any) -> Non
 
 
 def test_a_forced_call_of_deepseek_marks_strings_and_json() -> None:
-    """V3.2's parameters say whether they are strings; a pattern is held to in JSON."""
+    """V3.2's parameters declare whether they are strings. A pattern is enforced in JSON."""
     schema = {**TYPED, "properties": {**TYPED["properties"], "path": {"type": "string", "pattern": "^x+$"}}}
     grammar = DSML.grammar([("add", schema)], {})
     text = written(DSML, {"path": 0, "count": 1, "more": "null"})
@@ -316,7 +314,7 @@ TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
 
 @pytest.mark.parametrize("special", [(), ("｜DSML｜",)])  # noqa: RUF001
 def test_deepseeks_marker_may_be_a_special_token(special: tuple[str, ...]) -> None:
-    """Before a special token text cannot end, so that strings are JSON then."""
+    """Text cannot end before a special token, so strings are JSON in this case."""
     text = written(DSML, {"path": "a </b>", "count": 5})
     if special:
         text = text.replace('true">a </b>', 'false">"a </b>"')

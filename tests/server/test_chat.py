@@ -16,6 +16,7 @@ from paceline.server.replies import Usage
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_model
 
+pytestmark = pytest.mark.forks
 CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
 
 

@@ -1,6 +1,6 @@
-"""What each official client can do with this server: the tables in docs/reference/clients.md.
+"""Features of each official client with this server, for the tables in docs/reference/clients.md.
 
-`PACELINE_WRITE=1 pytest tests/server/test_clients.py` writes the tables anew.
+`PACELINE_WRITE=1 pytest tests/server/test_clients.py` writes the tables again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def ollama(it: Serving) -> Any:
 
 @dataclass
 class Clients:
-    """Clients of four servers: of a toy, of a model that thinks and calls, of one that a grammar constrains, and of one
-    that fills gaps. `tables`: clients -> their features."""
+    """Clients of four servers: a toy, a model that reasons and calls, a grammar-constrained model, and a
+    fill-in-the-middle model. `tables` maps clients to their features."""
 
     toy: Serving
     caller: Serving
@@ -74,7 +74,7 @@ class Clients:
         return ollama(it).generate(**{"model": "toy", "prompt": "abc", "options": {"num_predict": 8}, **asked})
 
     def row(self, feature: str, *probes: Callable[[], Any] | str) -> None:
-        """Add a feature: for each client a probe that returns whether it worked, or what to say without one."""
+        """Add a feature: for each client, a probe that returns True if it worked, or a text without a probe."""
         (table,) = (table for clients, table in self.tables.items() if len(clients) == len(probes))
         table[feature] = [probe if isinstance(probe, str) else outcome(probe) for probe in probes]
 
@@ -345,7 +345,7 @@ def refusals(c: Clients) -> None:
     )
 
 
-def test_the_tables_in_the_docs_are_what_the_clients_find(clients: Clients) -> None:
+def test_the_tables_in_the_docs_match_the_clients_results(clients: Clients) -> None:
     for fill in (texts, calls, refusals, completions):
         fill(clients)
     table = "\n".join(

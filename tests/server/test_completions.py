@@ -84,7 +84,7 @@ def test_logprobs_have_their_own_shape(served: Serving, plain: LLM) -> None:
 
 
 def scores(plain: LLM, prompt: list[int]) -> list[Any]:
-    """Each token's log-probability after those before it."""
+    """Return each token's log-probability given the tokens before it."""
     found: list[Any] = [None]
     with plain.session() as session:
         for before, token in pairwise(prompt):

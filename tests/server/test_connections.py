@@ -1,4 +1,4 @@
-"""Connections that ask for nothing are closed, and never keep others out."""
+"""Connections without requests are closed, and never block other connections."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_head_that_trickles_in_is_not_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_bytes_after_an_answer_are_not_read_for_ever() -> None:
-    """Of a body that nobody wanted, for example: they put off uvicorn's own timeout for idle connections."""
+def test_bytes_after_an_answer_are_not_read_forever() -> None:
+    """Such bytes, for example of an unwanted body, would delay uvicorn's own timeout for idle connections."""
     with serving(toy_llm(), max_body=1000, max_images=0, max_image_bytes=0) as it, connect(it) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Content-Length: 1000000\r\n\r\n")
@@ -75,7 +75,7 @@ def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_after(monkeypatch: pytest.MonkeyPatch, seconds: float, buffer: int | None) -> tuple[int, int]:
-    """Bytes of a long answer, and how many of them a client gets that waits first and then reads slowly."""
+    """Return the length of a long answer, and the bytes that a client gets that waits first and then reads slowly."""
     monkeypatch.setattr(listen, "_STALL", 0.4)
     body = json.dumps({"prompt": "a" * 100_000, "with_pieces": True}).encode()
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -99,7 +99,7 @@ def test_an_answer_that_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert got < whole
 
 
-def test_an_answer_that_is_read_slowly_is_sent_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_sent_completely_to_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, got = read_after(monkeypatch, 0.0, None)
     assert got == whole
 
@@ -120,7 +120,7 @@ def test_idle_connections_make_room_for_others() -> None:
             client.close()
 
 
-def test_a_new_connection_is_told_if_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_gets_an_error_if_all_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with serving(slow_llm(monkeypatch), connections=3) as it:
         asking = []
@@ -159,7 +159,7 @@ def test_the_limit_of_open_files_is_raised(
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
 @pytest.mark.parametrize(("soft", "hard", "after", "most"), OPEN_FILES)
 def test_the_system_raises_the_limit_of_open_files(soft: int, hard: int, after: int, most: int) -> None:
-    """In a process of its own, which cannot lower and raise its hard limit."""
+    """Run in a separate process, because the hard limit can only be lowered."""
     program = f"""
 import resource
 from paceline.server.listen import max_connections

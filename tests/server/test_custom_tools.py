@@ -1,4 +1,4 @@
-"""Custom tools, which take free text, such as Codex's apply_patch; and what else Codex asks for."""
+"""Custom tools with free text, such as Codex's apply_patch, and other requests of Codex."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from paceline.server.apis.responses_request import packed, unpacked
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_llm
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 GRAMMAR = """start: begin hunk+ end
 begin: "*** Begin" LF

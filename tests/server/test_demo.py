@@ -55,7 +55,7 @@ def ask(demo: Serving, messages: Any = ASK, **more: Any) -> Any:
     return answer.json()["choices"][0]
 
 
-def test_a_reply_is_the_library_s(demo: Serving) -> None:
+def test_a_reply_equals_the_library_s_reply(demo: Serving) -> None:
     plain = LLM(demo.llm.model)
     for how in ({"temperature": 0}, {"temperature": 0.8, "seed": 11, "top_p": 0.9}):
         wanted = plain.generate(ASK, plain.sampling(max_new_tokens=48, **how))
@@ -94,7 +94,7 @@ def test_guided_forms(demo: Serving) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_call_that_must_come(demo: Serving, named: bool) -> None:
+def test_a_required_call_is_forced(demo: Serving, named: bool) -> None:
     weather: Any = {"type": "function", "function": {"name": "get_weather"}}
     choice: Any = weather if named else "required"
     how: Any = {"model": "demo", "messages": ASK, "tools": TOOLS, "tool_choice": choice, "max_tokens": 80}
@@ -116,7 +116,7 @@ def test_a_call_that_must_come(demo: Serving, named: bool) -> None:
     assert {one.index for one in calls} == {0}
     assert deltas[-1].finish_reason == "tool_calls"
     assert not any(delta.delta.content for delta in deltas)
-    # And the chat goes on with the result.
+    # The chat continues with the result.
     more = [*ASK, made.message, {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}]
     assert ask(demo, [m if isinstance(m, dict) else m.model_dump(exclude_unset=True) for m in more], tools=TOOLS)
 

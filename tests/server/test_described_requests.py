@@ -1,4 +1,4 @@
-"""Thousands of requests made out of the OpenAPI document: none is the server's failure."""
+"""Thousands of requests generated from the OpenAPI document: none causes a server error."""
 
 from __future__ import annotations
 

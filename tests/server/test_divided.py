@@ -45,7 +45,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPr
 
 
 def write_lora(folder: Path) -> None:
-    """A LoRA adapter of the tiny model, in PEFT's layout."""
+    """Write a LoRA adapter for the tiny model in PEFT's layout."""
     sizes = {"self_attn.o_proj": (HIDDEN, HIDDEN), "mlp.gate_proj": (HIDDEN, FFN), "mlp.down_proj": (FFN, HIDDEN)}
     noise, tensors = torch.Generator().manual_seed(0), {}
     for module, (width, out) in sizes.items():
@@ -70,7 +70,7 @@ def complete(server: ServerProcess, **changes: Any) -> str:
 
 
 def ranks(server: ServerProcess) -> list[psutil.Process]:
-    """The processes that torchrun started, in the order of their ranks."""
+    """Return the processes that torchrun started, in the order of their ranks."""
     children = [child for child in psutil.Process(server.process.pid).children() if "serve" in child.cmdline()]
     return sorted(children, key=lambda child: int(child.environ()["RANK"]))
 

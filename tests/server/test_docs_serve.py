@@ -34,7 +34,7 @@ CURLS = [block for block in SHELL if block.startswith("curl ")]
 
 @dataclass
 class Started:
-    """`paceline serve`, and what it has said on stderr."""
+    """A `paceline serve` process, and its output on stderr."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Vectors of texts, through OpenAI's client and Ollama's."""
+"""Embeddings of texts, with OpenAI's and Ollama's clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = ["abc abc", "the long text of a toy", "b"]
 
 
 def expected(llm: LLM, text: str) -> list[float]:
-    """The mean of the final states of one pass over the text."""
+    """Return the mean of the final states of one pass over the text."""
     target, tokens = llm.model.target, llm.encode(text, raw=True)
     cache = target.new_cache()
     rows: Rows = pack_prefix(tokens, cache.acquire(len(tokens)), 0, target.device)

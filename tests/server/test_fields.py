@@ -1,6 +1,6 @@
-"""Fields of other servers: docs/reference/fields.md lists each of them as the code treats it.
+"""Fields of other servers: docs/reference/fields.md lists them as the code treats them.
 
-`PACELINE_WRITE=1 pytest tests/server/test_fields.py` writes the tables anew.
+`PACELINE_WRITE=1 pytest tests/server/test_fields.py` writes the tables again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rule_of(field: FieldInfo) -> Rule | None:
 
 
 def treatment(model: type[BaseModel], name: str) -> tuple[str, str]:
-    """Return what a model does with a field, and why: taken, ignored, refused, or taken at some values."""
+    """Return a model's treatment of a field (accepted, ignored, refused, or some values accepted), and why."""
     field = fields(model).get(name)
     if field is None:
         return "unknown", ""
@@ -146,7 +146,7 @@ def test_an_ignored_field_is_named_once(served: Serving, caplog: pytest.LogCaptu
     assert "secret" not in caplog.text
 
 
-def test_only_so_many_names_are_kept() -> None:
+def test_the_number_of_kept_names_is_limited() -> None:
     compat._named.clear()
     for i in range(200):
         OllamaOptions.model_validate({f"x{i}.{k}": 1 for k in range(100)})

@@ -46,7 +46,7 @@ SPLIT = [
 
 
 def pieces(text: str, step: int) -> list[str]:
-    """The text in pieces of this size, markers whole, as tokens are."""
+    """Return the text in pieces of this size. Markers stay whole, like tokens."""
     parts = re.split(f"({'|'.join(map(re.escape, SPECIAL))})", text)
     cut = [[part] if part in SPECIAL else [part[at : at + step] for at in range(0, len(part), step)] for part in parts]
     return [piece for some in cut for piece in some]

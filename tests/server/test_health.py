@@ -1,4 +1,4 @@
-"""/health of a server whose replies fail."""
+"""/health of a server with failing replies."""
 
 from __future__ import annotations
 

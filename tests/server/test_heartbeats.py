@@ -1,4 +1,4 @@
-"""Events of streams that have nothing to send: the official clients take them, and they add nothing."""
+"""Heartbeat events of silent streams: the official clients accept them, and they add no content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAUSE, HEARTBEAT = 0.12, 0.012
 
 
 def slowed(llm: LLM) -> LLM:
-    """The same model, which takes its time for a prompt, and for each round of a call."""
+    """Return the same model with a slow prefill and slow rounds of calls."""
     honest, prompt = llm.model.target.forward, len(llm.tokenizer.encode("go:", special=False))
     call = len(llm.tokenizer.encode("go:" + THINKS.partition('"name"')[0], special=False))
 
@@ -52,7 +52,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def objects(slow: Serving, path: str) -> list[dict[str, Any]]:
-    """The objects of a stream."""
+    """Return the objects of a stream."""
     lines = slow.post(path, {**BODIES[path], "stream": True}).text.splitlines()
     data = [line.removeprefix("data: ") for line in lines if line and not line.startswith("event: ")]
     return [json.loads(line) for line in data if line != "[DONE]"]
@@ -71,7 +71,7 @@ def silent(said: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_stream_is_silent_for_long(slow: Serving, path: str) -> None:
-    """Neither before the first token nor during a call, which is shown only once it is complete."""
+    """This includes the time before the first token, and during a call, which is sent only when it is complete."""
     said = [silent(each) for each in objects(slow, path)]
     first = said.index(True)
     text = said.index(False, first)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import paceline
 from paceline.chat.tools import KIMI, LFM, PHI, fitted
+from paceline.checkpoints.loader import open_model
+from paceline.llm import LLM
 from tests.support.cover import some
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
-
-pytestmark = pytest.mark.usefixtures("no_forks")
+from tests.support.vocabularies import speaker
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]
@@ -25,7 +25,8 @@ PNG = "iVBORw0KGgo="
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    with serving(paceline.load("demo")) as it:
+    """A random model with the demo's tokenizer and chat template."""
+    with serving(LLM(speaker(open_model("demo").tokenizer))) as it:
         yield it
 
 
@@ -79,7 +80,7 @@ def test_a_malformed_call_in_the_past_is_shown_in_every_api(served: Serving, giv
         assert "ls" in prompt(served, chat, tools=TOOLS)
 
 
-def test_calls_of_other_servers_are_taken(served: Serving) -> None:
+def test_calls_of_other_servers_are_accepted(served: Serving) -> None:
     odd = [
         {"id": "1", "type": None, "function": {"name": "no such: name", "arguments": "{}"}},
         {"id": "2", "function": {"name": "look"}},

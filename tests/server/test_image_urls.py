@@ -23,7 +23,7 @@ PNG = encoded(noise())
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by path."""
+    """HTTP handler that answers by path."""
 
     def do_GET(self) -> None:
         where = {
@@ -82,8 +82,8 @@ def test_an_image_is_fetched_from_a_named_host(address: str) -> None:
     [
         ("/a.png", [], "fetches no images"),
         ("/a.png", ["example.com"], "'127.0.0.1' are not allowed"),
-        ("/a.png", ["*"], "only addresses of private networks"),
-        ("/a.png", ["127.*"], "only addresses of private networks"),
+        ("/a.png", ["*"], "only addresses in private networks"),
+        ("/a.png", ["127.*"], "only addresses in private networks"),
         ("/elsewhere", ["127.0.0.1"], "'other.example' are not allowed"),
         ("/file", ["127.0.0.1"], "URL is malformed"),
         ("/loop", ["127.0.0.1"], "redirects more than 3 times"),

@@ -1,4 +1,4 @@
-"""Images in the bodies of all APIs, with a toy that sees."""
+"""Images in the bodies of all APIs, with a toy vision model."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tests.support.pictures import SVG, data_url, encoded, noise, png_bomb
 from tests.support.running import Serving, serving
 from tests.support.toy_vision import ROWS, TEMPLATE, TOO_NARROW, seeing_llm
 
+pytestmark = pytest.mark.forks
 FIRST, SECOND = encoded(noise(seed=1)), encoded(noise(seed=2), "JPEG")
 
 
@@ -64,7 +65,7 @@ def it(llm: LLM) -> Iterator[Serving]:
 
 
 def reply(it: Serving, path: str, body: dict[str, Any]) -> tuple[str, int]:
-    """Return the text and the number of tokens of the prompt, as an API tells them."""
+    """Return the text and the number of prompt tokens, as an API reports them."""
     lengths = {"/api/chat": {"options": {"num_predict": 8}}, "/v1/responses": {"max_output_tokens": 8}}
     lengths["/api/generate"] = lengths["/api/chat"]
     answer = it.post(path, {"model": "toy", "stream": False, **lengths.get(path, {"max_tokens": 8}), **body})
@@ -126,14 +127,14 @@ def test_an_image_in_a_tool_result_is_seen(it: Serving) -> None:
 
 
 _USER_IMAGES = TEMPLATE.replace("part.type == 'image'", "part.type == 'image' and m.role == 'user'")
-"""A template that shows no images in tool results."""
+"""A template that ignores images in tool results."""
 _ONE_USER = "{% for m in messages[1:] if m.role == 'user' %}{{ raise_exception('no') }}{% endfor %}" + _USER_IMAGES
 _FOLLOWS, _BEFORE = "[image: see the next message of the user]", "<user>Images of the tool results above:<image><image>"
 _LEFT_OUT = "[image left out: this model sees no images in tool results]"
 
 
 def tool_chat(*more: Any) -> dict[str, Any]:
-    """A chat with two tool results that have images."""
+    """Return a chat with two tool results that have images."""
     calls = [{"id": one, "type": "function", "function": {"name": "look", "arguments": "{}"}} for one in "cd"]
     results = [
         {"role": "tool", "tool_call_id": one, "content": user(*parts)["content"]}
@@ -293,7 +294,7 @@ def test_count_and_size_of_images_are_limited(it: Serving) -> None:
     large = encoded(noise(size=(300, 300)))  # 350 kB
     answer = it.post("/v1/chat/completions", {"messages": [user(url(large))]})
     assert answer.status_code == 400
-    assert "must not exceed 200000 bytes together" in answer.text
+    assert "must not exceed 200000 bytes in total" in answer.text
     text = {"messages": [user("a" * 2_200_000, "b" * 2_200_000)]}
     answer = it.post("/v1/chat/completions", text)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large"), "room for images only"

@@ -1,4 +1,4 @@
-"""Filling in the middle, the best of several completions, and llama.cpp's endpoints for tokens and prompts."""
+"""Fill-in-the-middle, the best of several completions, and llama.cpp's endpoints for tokens and prompts."""
 
 from __future__ import annotations
 

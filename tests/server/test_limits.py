@@ -1,4 +1,4 @@
-"""Keys, sizes, queues, ids, origins; clients that leave or stall."""
+"""Keys, sizes, queues, ids, origins, and clients that disconnect or stall."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from tests.support.running import Serving, serving
 from tests.support.slow_llm import CHAT, ENDLESS, slow_llm
 from tests.support.toys import toy_llm, toy_model
 
+pytestmark = pytest.mark.forks
+
 
 def began(stream: Any) -> None:
-    """Reads up to the first text of a stream."""
+    """Read a stream up to its first text."""
     while not next(stream).choices[0].delta.content:
         pass
 
@@ -80,8 +82,8 @@ def test_a_page_cannot_reach_the_loopback_under_its_own_name(host: str) -> None:
     assert caught.value.status == 403
 
 
-def test_hosts_are_anybodys_business_elsewhere() -> None:
-    """On other interfaces, also for a name that stands for the loopback and another one, and where there are keys."""
+def test_any_host_is_allowed_on_other_interfaces() -> None:
+    """This applies to other interfaces, to names for the loopback and another interface, and to servers with keys."""
     for addresses in (["0.0.0.0"], ["::"], ["127.0.0.1", "10.0.0.1"]):
         hosts = ServerOptions(host="localhost").hosts(addresses)
         assert not hosts
@@ -100,7 +102,7 @@ def test_only_requests_to_known_hosts_are_answered() -> None:
 
 
 def test_a_model_is_loaded_in_a_thread_that_ends() -> None:
-    """Its pool of OpenMP threads ends with it."""
+    """The thread's pool of OpenMP threads ends with it."""
     thread = in_own_thread(threading.current_thread).result(10)
     assert thread is not threading.current_thread()
     thread.join(10)
@@ -276,7 +278,7 @@ def test_logs_name_requests_and_hold_no_prompt(served: Serving, caplog: pytest.L
 
 
 def test_the_log_says_why_a_request_was_refused(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
-    """On one line, whatever names a client makes up."""
+    """The reason is on one line, whatever names a client invents."""
     with caplog.at_level(logging.INFO, "paceline"):
         served.post("/v1/completions", {"prompt": "a", "mirostat": 2}, headers={"x-request-id": "id-1"})
         served.post("/v1/completions", {"prompt": "a", "x\nforged": 2}, headers={"x-request-id": "id-2"})
@@ -306,7 +308,7 @@ def test_other_origins_are_let_in_only_if_named() -> None:
 
 
 def test_a_preflight_allows_the_headers_that_it_asks_for() -> None:
-    """OpenAI's client for JavaScript sends a dozen of its own."""
+    """OpenAI's client for JavaScript sends a dozen additional headers."""
     wanted = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
     with serving(toy_llm(), cors_origins=("https://a.example",)) as it:
@@ -333,7 +335,7 @@ def test_an_address_that_is_taken_is_told_before_a_model_is_loaded() -> None:
         check_address("300.1.1.1", port)
 
 
-def test_an_empty_key_is_none() -> None:
-    """As of an option made from a variable that is not set."""
+def test_an_empty_key_means_no_key() -> None:
+    """An option from an unset variable has an empty key."""
     with pytest.raises(InvalidOption, match="API key must not be empty"):
         Settings(api_keys=("right", " "))

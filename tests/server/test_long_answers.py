@@ -1,4 +1,4 @@
-"""Answers and stored conversations that are long hold up nobody else."""
+"""Long answers and long stored conversations do not delay other requests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LARGE = 200_000
 NOTES: Any = [
     {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * LARGE}]}
 ]
-"""Reasoning that nothing follows, which is stored but not shown to the model."""
+"""Reasoning without an answer, which is stored but not shown to the model."""
 TOOLS: Any = [{"type": "function", "name": "add", "description": "y" * LARGE, "parameters": SCHEMA}]
 
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The pools that requests are prepared in."""
+    """Return the pools that prepare requests."""
     used: list[str] = []
     run = Preprocessor.run
 
@@ -39,7 +39,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The threads that have encoded JSON, and its lengths."""
+    """Return the threads that have encoded JSON, and the lengths of the JSON."""
     made: list[tuple[str, int]] = []
 
     def dumps(*args: Any, **more: Any) -> str:
@@ -81,7 +81,7 @@ def test_stored_responses_are_encoded_off_the_event_loop(served: Serving, pools:
 def test_a_response_is_measured_as_it_grows(
     served: Serving, encoded: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not encoded again to be measured."""
+    """It is not encoded again to measure its size."""
     kept: list[StoredResponse] = []
     monkeypatch.setattr(ResponseStore, "put", lambda _, response: kept.append(response))
     body = {"input": "go", "tools": TOOLS, "tool_choice": "none", "max_output_tokens": 40, "top_logprobs": 5}

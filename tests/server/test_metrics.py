@@ -25,7 +25,7 @@ CHAT: Any = [{"role": "user", "content": "abc abc abc"}]
 
 
 def metrics(it: Serving) -> dict[str, float]:
-    """Name (with the labels but the model's) -> value."""
+    """Return name (with all labels but the model) -> value."""
     found = {}
     for kind in text_string_to_metric_families(it.get("/metrics").text):
         for sample in kind.samples:
@@ -87,7 +87,7 @@ def test_failures_of_a_drafter_are_counted() -> None:
 
 
 class Exporter:
-    """Keeps what it is given."""
+    """An exporter that stores its spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -1,4 +1,4 @@
-"""Several models on one server: loaded when asked for, unloaded when idle or in the way; nobody waits for another's."""
+"""Several models on one server: loaded on request, unloaded when idle or for memory, without waits for other models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def worker() -> Worker:
 
 
 class Shelf:
-    """Sources of toys. `loads`: names in the order of loading. A name's loading waits for its event in `gates`."""
+    """Sources of toys. `loads` are the names in order of loading. Loading a model waits for its event in `gates`."""
 
     def __init__(self, gib: dict[str, float], **gates: threading.Event) -> None:
         self.loads: list[str] = []
@@ -231,7 +231,7 @@ def test_a_model_that_can_never_fit_is_refused() -> None:
 
 
 def heavy() -> Worker:
-    """With a drafter of 1 GiB that is allocated but never touched."""
+    """Return a model with a drafter of 1 GiB, which is allocated but never touched."""
     drafter = Suffix()
     vars(drafter)["weights"] = torch.empty(1 << 30, dtype=torch.uint8)
     return Worker(LLM(toy_model(), {"heavy": drafter}))
@@ -291,7 +291,7 @@ def test_an_error_at_loading_is_told_to_all_who_wait_and_the_next_tries_again() 
     assert len(tries) == 2
 
 
-def test_an_option_of_the_server_is_not_the_clients_mistake() -> None:
+def test_errors_of_server_options_are_not_client_errors() -> None:
     def load() -> Worker:
         raise InvalidOption("no drafter is called 'x'", "Choose another")
 
@@ -426,7 +426,7 @@ def test_requests_that_wait_for_a_model_leave_room_for_others() -> None:
         assert answers == [429] * 3
         assert it.post("/v1/completions", {**body, "model": "quick"}).status_code == 200
         told = it.post("/v1/completions", body).json()["error"]
-        assert told["message"] == "3 requests already wait for a model to be loaded"
+        assert told["message"] == "3 requests are already waiting for a model to be loaded"
         gate.set()
         for thread in asking:
             thread.join(30)

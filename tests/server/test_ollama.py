@@ -1,4 +1,4 @@
-"""Ollama's endpoints through its own client."""
+"""Ollama's endpoints with Ollama's own client."""
 
 from __future__ import annotations
 

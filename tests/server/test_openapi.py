@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes out of the OpenAPI document: every answer is as the document says."""
+"""Requests that schemathesis generates from the OpenAPI document: every answer conforms to the document."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def operations(served: Serving) -> Mapping[str, Any]:
 
 
 def check(served: Serving, operation: Any, count: int) -> set[int]:
-    """Send `count` requests and check their answers. Returns the statuses."""
+    """Send `count` requests and check their answers. Return the statuses."""
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
 
@@ -69,7 +69,7 @@ def test_small_requests_are_answered_as_documented(served: Serving) -> None:
     small = {label: check(served, found[label], 5) for label in found if label not in GENERATING}
     assert len(small) >= 12
     refused = {"GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}", "POST /api/pull"}
-    # Few texts are of toy's letters.
+    # Few texts contain only the toy's letters.
     refused |= {"GET /v1/responses/{response_id}/input_items", "POST /v1/embeddings", "POST /tokenize"}
     refused |= {"POST /v1/rerank", "POST /rerank", "POST /slots/{slot}"}  # toy judges no documents and keeps none
     assert {label for label, statuses in small.items() if 200 not in statuses} <= refused

@@ -1,4 +1,4 @@
-"""Every API puts a chat into the order that a strict template asks for."""
+"""Every API puts a chat into the order that a strict template requires."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 ALTERNATES = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"

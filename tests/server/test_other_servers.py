@@ -1,4 +1,4 @@
-"""Parameters under the names and in the forms of other servers do what they say there."""
+"""Parameters with the names and formats of other servers have the same effect as there."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def text_of(it: Serving, **more: Any) -> str:
     return str(made["choices"][0]["text"])
 
 
-def test_responses_take_the_sampling_of_other_servers(served: Serving) -> None:
+def test_responses_accept_the_sampling_fields_of_other_servers(served: Serving) -> None:
     body = {"input": "go", "max_output_tokens": 4, "temperature": 2.0, "seed": 3, "top_k": 1.0, "stop": [""]}
     greedy = {"input": "go", "max_output_tokens": 4, "temperature": 0.0}
     first, second = (served.post("/v1/responses", one).json()["output"][0]["content"] for one in (body, greedy))

@@ -1,4 +1,4 @@
-"""Chats that are too long: each API's clients recognise the error, and Ollama's API leaves the oldest turns out."""
+"""Chats that are too long: each API's clients recognise the error, and Ollama's API drops the oldest turns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_llm
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 CONTEXT = 256
 LONG = [{"role": "user", "content": "a" * 300}]
@@ -82,7 +80,7 @@ def turn(role: str, text: str) -> dict[str, str]:
 
 
 def kept(it: Serving, messages: list[dict[str, Any]], **options: Any) -> int:
-    """Return the tokens of the prompt of an Ollama chat."""
+    """Return the prompt tokens of an Ollama chat."""
     body = {"model": "toy", "messages": messages, "stream": False, "options": {"num_predict": 2, **options}}
     answer = it.post("/api/chat", body)
     assert answer.status_code == 200, answer.text
@@ -100,7 +98,7 @@ def test_ollama_leaves_out_the_oldest_turns(small: Serving, caplog: pytest.LogCa
     assert kept(small, [system, *old, last]) == shown(system, *old[1:], last)
     assert "the oldest 1 of 6 messages are left out" in caplog.text
     assert "be brief" not in caplog.text
-    # A longer reply needs more room; one of any length gets a quarter of the context.
+    # A longer reply needs more room. Without a limit, a reply gets a quarter of the context.
     assert kept(small, [system, *old, last], num_predict=50) == shown(system, *old[2:], last)
     assert kept(small, [system, *old, last], num_predict=-1) == shown(system, *old[2:], last)
 

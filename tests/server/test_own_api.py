@@ -1,4 +1,4 @@
-"""The API of docs/how-to/own-api.md works, in one file."""
+"""The API in docs/how-to/own-api.md works as one file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOLS = [{"functionDeclarations": [{"name": "add", "parameters": {"type": "objec
 
 @pytest.fixture(scope="module")
 def client() -> Any:
-    """Yield a client of a server that speaks the API of the page, with a model that says something and calls a tool."""
+    """Yield a client of a server with the page's API, with a model that writes text and calls a tool."""
     names: dict[str, Any] = {}
     source, _ = blocks("how-to/own-api.md")
     exec(compile(source, "own-api.md", "exec", dont_inherit=True), names)
@@ -49,7 +49,7 @@ def test_a_reply_has_text_and_a_call(client: Any) -> None:
     assert answer["usageMetadata"]["candidatesTokenCount"] > 5
 
 
-def test_a_stream_has_the_same(client: Any) -> None:
+def test_a_stream_has_the_same_content_as_a_whole_answer(client: Any) -> None:
     path, body = asked("streamGenerateContent")
     lines = client.post(path, json=body).text.splitlines()
     parts = [

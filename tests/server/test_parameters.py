@@ -1,4 +1,4 @@
-"""Every parameter is honoured, and refused by name where it is out of range."""
+"""Every parameter has an effect, and out-of-range values are refused by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from paceline.sampling.parameters import Sampling
 from tests.support.running import Serving, serving
 from tests.support.toys import toy_model
 from tests.support.vocabularies import byte_level
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 CHAT: Any = [{"role": "user", "content": "go on"}]
 LONG: Any = [{"role": "user", "content": "go on " * 35}]
@@ -54,7 +52,7 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def unasked(plain: LLM) -> str:
-    """The text without any of them."""
+    """Return the text without any of the parameters."""
     return plain.generate(CHAT, Sampling(max_new_tokens=40, **BASE)).text
 
 

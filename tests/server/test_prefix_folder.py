@@ -1,4 +1,4 @@
-"""`paceline serve --prefix-dir`: prefixes outlive the server."""
+"""`paceline serve --prefix-dir`: prefixes survive a restart of the server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = WorkerLimits(slots=2, prefill_quota=8, prefix_bytes=1 << 26)
 
 
 def restarted(folder: Path) -> LLM:
-    """A model over a folder, as after a start. Its rounding does not matter in float64."""
+    """Return a model with a prefix folder, as after a start. It uses float64, so that rounding does not matter."""
     llm = toy_llm(context_length=2048)
     llm.engine.__dict__["seamless"] = True
     llm.engine.remember(1 << 26, folder, 1 << 30)
@@ -32,7 +32,7 @@ def restarted(folder: Path) -> LLM:
 
 
 def answered(it: Serving) -> tuple[str, int, dict[str, float]]:
-    """The reply, the tokens that were not read again, and the metrics of prefixes."""
+    """Return the reply, the cached tokens, and the metrics of prefixes."""
     reply = it.post("/v1/chat/completions", BODY).json()
     lines = [line.split() for line in it.get("/metrics").text.splitlines() if "prefix" in line and line[0] != "#"]
     found = {name.partition("{")[0]: float(value) for name, value in lines if "_created" not in name}

@@ -1,4 +1,4 @@
-"""Schemas in requests: a promise where the client asks for one, else a guide."""
+"""Schemas in requests: enforced strictly if the client asks for it, and otherwise as a guide."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chat(schema: Any, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("more", [{}, {"strict": False}, {"strict": None}])
 def test_a_format_is_a_guide_by_default(served: Serving, more: Any) -> None:
-    """The set is read as a list, and the object is closed, though the model would add a key."""
+    """The set is treated as a list, and the object is closed, although the model would add a key."""
     made = served.post("/v1/chat/completions", chat(SCHEMA, **more)).json()
     assert made["choices"][0]["message"]["content"] == TEXT
 

@@ -30,7 +30,7 @@ NAME = "--served-model-name"
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Models]:
-    """The models of every server that is started; none is."""
+    """Record the models of every server, without starting it."""
     found: list[Models] = []
 
     def made(models: Models, _settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""`paceline serve` as a process: it loads a model, listens, streams, and ends as SIGTERM asks it to."""
+"""`paceline serve` as a process: it loads a model, listens, streams, and ends after SIGTERM."""
 
 from __future__ import annotations
 

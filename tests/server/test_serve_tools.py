@@ -1,4 +1,4 @@
-"""The load client, the load figures and the faults: what they must detect, on a stub server without a model."""
+"""The load client, the load figures and the faults: they must detect failures of a stub server without a model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def stub(*options: str) -> ServerProcess:
 
 
 def measured(server, clients: int = 4) -> dict[str, object]:
-    """Figures of forty requests, compared with the replies to a single client."""
+    """Return figures for forty requests, compared with the replies to a single client."""
     requests = [systems.LoadRequest(i % 7, f"question {i % 7}", 12, 0.0, i % 7) for i in range(40)]
     system = systems.Http("auto", server, {"speculation": "auto"})
     right = {(i, 0.0): figures.text_of(r) for i, r in enumerate(system.answer(requests[:7], 1, 0.0).replies)}
@@ -96,7 +96,7 @@ def measured(server, clients: int = 4) -> dict[str, object]:
     return figures.summarise([figures.Turn("auto", 0.0, clients, 0, requests, load, 1.0)], right)
 
 
-def test_all_is_well_with_a_good_server():
+def test_a_good_server_has_no_failures():
     with stub() as server:
         found = measured(server)
         assert (found["requests"], found["failed"], found["differ"]) == (40, 0, 0)
@@ -128,7 +128,7 @@ def missed(summaries: list[dict[str, object]]) -> list[str]:
     return [goal for goal, _, held in figures.goals(figures.Table(summaries), [0.0], [1, 16, 48]) if not held]
 
 
-def test_goals_hold_where_they_do():
+def test_goals_hold_for_good_figures():
     assert missed(good()) == []
     assert len(figures.goals(figures.Table(good()), [0.0], [1, 16, 48])) == 6
 
@@ -139,12 +139,12 @@ def test_goals_hold_where_they_do():
         (0, {"failed": 1}, "no request fails"),
         (2, {"differ": 1}, "every reply"),
         (2, {"speeds": [140.0, 149.0]}, "3 times"),
-        (1, {"speeds": [170.0, 180.0]}, "not below"),
+        (1, {"speeds": [170.0, 180.0]}, "not slower"),
         (2, {"first": {"median": 1.0, "p99": 4.5}}, "p99"),
         (4, {"speeds": [501.0, 520.0]}, "OpenVINO"),
     ],
 )
-def test_goals_are_missed_where_they_are(at, change, goal):
+def test_goals_are_missed_for_bad_figures(at, change, goal):
     summaries = good()
     summaries[at] |= change
     found = missed(summaries)
@@ -171,7 +171,7 @@ def inject(server, fault) -> None:
 
 
 @pytest.mark.slow
-def test_faults_that_a_server_bears_are_passed():
+def test_a_good_server_survives_all_faults():
     with stub("--delay", "0.01") as server:
         for fault in faults.CLIENT_FAULTS:
             if fault is not faults.stall:

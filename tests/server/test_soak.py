@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.model]
 MINUTES = float(os.environ.get("PACELINE_SOAK_MINUTES", "3"))
 CLIENTS = int(os.environ.get("PACELINE_SOAK_CLIENTS", "20"))
 LEGS, WARM_LEGS = 10, 2
-"""Parts of the run. Memory is compared in a break after each part. The first parts are warm-up."""
+"""Number of parts of the run. Memory is compared in a break after each part. The first parts are the warm-up."""
 PATIENCE = 120.0
 """Seconds after which a request counts as stuck."""
 PROBE_EVERY, SAMPLE_EVERY = 20.0, 5.0
 DRAFTERS = ("suffix", "ngram")
 TOKENS = 96
 FLAT = 1.02 if MINUTES >= 20 else 1.10
-"""Growth of memory at rest after the warm-up that passes; a short run's warm-up ends before the caches are full."""
+"""Maximum growth of idle memory after the warm-up. The warm-up of a short run ends before the caches are full."""
 TOPICS = ("tides", "bread", "volcanoes", "bicycles", "the moon", "chess", "bees", "glass", "maps", "trains")
 QUESTIONS = [
     f"{ask} {topic}{end}"
@@ -46,8 +46,8 @@ QUESTIONS = [
 
 @dataclass(slots=True)
 class Soak:
-    """Record of a run. `outcomes`: requests by kind and outcome. `most`: the most requests that ran at once. `at_rest`:
-    memory in the breaks, in bytes."""
+    """Record of a run. `outcomes` counts requests by kind and outcome. `most` is the maximum of concurrent requests.
+    `at_rest` is the memory in the breaks, in bytes."""
 
     server: ServerProcess
     model: str
@@ -88,12 +88,12 @@ def test_the_server_holds() -> None:
 
 
 async def run(soak: Soak) -> tuple[dict[str, float], int]:
-    """Send traffic until the time is up; return the gauges afterwards, and how many requests then run at once."""
+    """Send traffic until the time is up. Return the gauges, and the number of requests that then run at once."""
     fixed = probes(soak.model, QUESTIONS, DRAFTERS)
     await probe(soak, fixed)
     traffics = [Traffic(soak.model, QUESTIONS, DRAFTERS, TOKENS, seed) for seed in range(CLIENTS)]
     sampler = asyncio.create_task(sample(soak))
-    # The largest load comes first, so that peak memory does not depend on chance.
+    # The largest load comes first, so that peak memory is not random.
     await asyncio.gather(*(send(soak, largest(soak.model, QUESTIONS, i), 5 * PATIENCE) for i in range(CLIENTS)))
     start, left = time.monotonic(), {}
     for leg in range(LEGS):
@@ -108,7 +108,7 @@ async def run(soak: Soak) -> tuple[dict[str, float], int]:
 
 
 async def work(soak: Soak, traffic: Traffic, end: float) -> None:
-    """One client, request after request."""
+    """Run one client, which sends one request after another."""
     while time.monotonic() < end:
         await send(soak, traffic.draw(), PATIENCE)
 
@@ -155,7 +155,7 @@ async def probe(soak: Soak, fixed: Mapping[str, TrafficRequest]) -> None:
 
 
 def choices(found: Exchange) -> list[Any]:
-    """A reply without what may change: ids, times, speculation."""
+    """Return a reply without the parts that may change: ids, times, speculation."""
     keys = ("index", "text", "message", "finish_reason", "logprobs")
     return [{key: choice[key] for key in keys if key in choice} for choice in found.json()["choices"]]
 
@@ -172,7 +172,7 @@ async def sample(soak: Soak) -> None:
 
 
 async def settle(port: int) -> dict[str, float]:
-    """The gauges once no request runs or waits, or after `PATIENCE` seconds."""
+    """Return the gauges when no request runs or waits, or after `PATIENCE` seconds."""
     end = time.monotonic() + PATIENCE
     while True:
         gauges = await read_gauges(port)

@@ -1,4 +1,4 @@
-"""Messages, results of tools and code to be filled in form no control tokens, in any API."""
+"""Messages, tool results and fill-in-the-middle code never form control tokens, in any API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.vocabularies import byte_level, speaker
 
 SPECIAL = ("<|start|>", "<|end|>", "<think>", "</think>")
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
-"""Flagged as ordinary tokens, as in Qwen2.5-Coder's tokenizer.json."""
+"""Tokens that are flagged as ordinary tokens, as in Qwen2.5-Coder's tokenizer.json."""
 TEMPLATE = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|end|>{% endfor %}\
 {% if add_generation_prompt %}<|start|>{% if enable_thinking is not defined %}<think></think>{% endif %}{% endif %}"""
@@ -45,7 +45,7 @@ def served() -> Iterator[Serving]:
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch, served: Serving) -> list[list[str]]:
-    """The control tokens of each chat that is sent."""
+    """Return a list that receives the control tokens of each chat."""
     found: list[list[str]] = []
     encode, names = prepare.token_ids, {i: name for name, i in served.llm.tokenizer.vocabulary.items()}
 

@@ -1,4 +1,4 @@
-"""Reasoning: where it is split from the answer, and the border where a call or JSON begins."""
+"""Reasoning: its separation from the answer, and its end before a call or JSON."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from paceline.chat.thinking import ThoughtFormat, ThoughtParser, thought_format_
 from tests.support.cover import some
 from tests.support.running import serving
 from tests.support.scripted import TEMPLATE, scripted
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 CHAT: Any = [{"role": "user", "content": "go"}]
 THINK = ThoughtFormat("<think>", "</think>")

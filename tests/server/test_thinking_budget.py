@@ -1,4 +1,4 @@
-"""Thinking budgets of every API: the reasoning ends there, and the answer goes on."""
+"""Thinking budgets of every API: the reasoning ends at the budget, and the answer follows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from paceline.chat import harmony
 from tests.support.running import Serving, serving
 from tests.support.scripted import TEMPLATE, scripted
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 CHAT: Any = [{"role": "user", "content": "go"}]
 THOUGHT = "I think and think, over and over, and find no end. "
@@ -37,7 +35,7 @@ def thinker() -> Iterator[Serving]:
 
 
 def spent(it: Serving, text: str) -> bool:
-    """Return whether a reasoning is the beginning of the model's, as long as the budget."""
+    """Return True if a reasoning is a prefix of the model's reasoning and as long as the budget."""
     words = it.llm.tokenizer
     return words.encode(THOUGHT * 9, special=False)[:BUDGET] == words.encode(text, special=False)
 

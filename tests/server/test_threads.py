@@ -1,4 +1,4 @@
-"""Anthropic's threads are refused in the way after which its clients go on without them."""
+"""Anthropic's threads are refused in the way that makes its clients continue without them."""
 
 from __future__ import annotations
 

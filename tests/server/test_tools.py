@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (DeepSeek's markers)
-"""Tool calls: how each family writes them, read from recorded replies, whole and piece by piece."""
+"""Tool calls in each family's format, read from recorded replies, whole and piece by piece."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FUNCTIONS: Any = {
     },
 }
 
-# As the models write them: Qwen2.5 and Hermes, Qwen3 with its reasoning, SmolLM2 with a list, Llama 3.1 and 3.2,
+# Replies of models: Qwen2.5 and Hermes, Qwen3 with its reasoning, SmolLM2 with a list, Llama 3.1 and 3.2,
 # Mistral's older and newer forms.
 RECORDED: list[tuple[str, CallFormat, str, str, list[tuple[str, Any]]]] = [
     (
@@ -264,10 +264,10 @@ NO_CALLS: list[tuple[CallFormat, str]] = [
     (GEMMA, "<|tool_call>call:add{a:<tool_call|>"),
     (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
     (MISTRAL, "[TOOL_CALLS]" + "[" * 5000),
-    # White space that a pattern would try in every way: minutes.
+    # White space for which a backtracking pattern would take minutes.
     (MISTRAL, f"[TOOL_CALLS]add{' ' * 50_000}x"),
     (DEEPSEEK, f"{DEEPSEEK.call[0]}add{DEEPSEEK.call[1]}{{{' ' * 50_000}x{DEEPSEEK.end}"),
-    # Numbers that JSON does not have.
+    # Numbers that are not JSON.
     (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
     (LFM, "<|tool_call_start|>[add(a=-1e999)]<|tool_call_end|>"),
@@ -349,7 +349,7 @@ def test_a_marker_that_the_text_does_not_show_is_read_by_its_token(form: CallFor
     assert unread.text == "Hm." + body
 
 
-# The parts of real templates that tell families apart.
+# The parts of real templates that distinguish families.
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [

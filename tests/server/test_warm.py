@@ -1,4 +1,4 @@
-"""`paceline serve --warm`: prompts that are read before the server starts."""
+"""`paceline serve --warm`: prompts that the server reads before it starts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LIMITS = WorkerLimits(slots=2, prefix_bytes=1 << 26)
 
 
 def seamless_llm() -> LLM:
-    """A toy whose rounding does not matter, since it computes in float64."""
+    """Return a toy that computes in float64, so that rounding does not matter."""
     llm = toy_llm(context_length=2048)
     llm.engine.__dict__["seamless"] = True
     return llm
 
 
 def cached_after(warm: Path, path: str, body: dict[str, Any]) -> tuple[int, int]:
-    """Read a file, serve, and send a request. Return the tokens that were read, and those that the request found."""
+    """Read a file, serve, and send a request. Return the number of tokens read, and the request's prefix hit."""
     llm = seamless_llm()
     count, known = read_prompt(Worker(llm, LIMITS), Settings(), warm_prompt(warm))
     assert known == 0
@@ -101,5 +101,5 @@ def test_the_command_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = CliRunner().invoke(app, ["serve", "--port", "0", "--warm", file, "--warm", file])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stderr.split())
-    assert f"read {file}: 231 tokens, 0 of them known" in said
-    assert f"read {file}: 231 tokens, 229 of them known" in said
+    assert f"read {file}: 231 tokens, 0 of them cached" in said
+    assert f"read {file}: 231 tokens, 229 of them cached" in said

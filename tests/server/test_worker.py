@@ -1,4 +1,4 @@
-"""The engine's thread: concurrent replies that do not change one another, and the ends of replies."""
+"""The engine's thread: concurrent replies without effects on each other, and the ends of replies."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Reading:
         self.handle = self.worker.submit(self.job, self.outputs)
 
     async def tokens(self) -> list[int]:
-        """All tokens that have not been read. Raises what ended the reply early."""
+        """Return all unread tokens. Raise the error that ended the reply early."""
         tokens: list[int] = []
         while not (output := await self.outputs.get()).over:
             tokens += [chunk.token_id for chunk in output.chunks]
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_gives_its_slot_back() -> None:
 
 
 @pytest.mark.parametrize("grace", [0.0, 30.0])
-def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
+def test_stopping_the_server_ends_its_replies(grace: float) -> None:
     """With enough time the replies are completed. Otherwise they end with an error."""
     llm = toy()
     worker = Worker(llm, WorkerLimits(slots=2))
@@ -168,8 +168,8 @@ def test_the_end_of_the_server_is_the_end_of_its_replies(grace: float) -> None:
     assert error is None
 
 
-def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a request's failure but the scheduler's own: nothing of it may be left, and the next request is as any."""
+def test_a_broken_round_ends_only_its_own_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is a failure of the scheduler itself, not of a request. It leaves no trace, and the next request works."""
     llm = toy()
     worker = Worker(llm)
     honest, broken = Scheduler.turn, [True]
@@ -193,8 +193,8 @@ def test_a_round_that_breaks_off_ends_its_replies_and_no_others(monkeypatch: pyt
     assert not any(llm.engine.cache.lengths)
 
 
-def test_replies_that_a_broken_turn_ended_are_delivered_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two end in one turn, and the end of the second breaks off: nobody may wait for ever, and no slot is lost."""
+def test_replies_ended_by_a_broken_turn_are_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replies end in one turn, and the second end fails: no client waits forever, and no slot is lost."""
     llm = toy_llm()
     worker = Worker(llm)
     honest, ended = Engine.finish, []
@@ -242,7 +242,7 @@ def test_one_reply_fails_and_the_rest_is_as_it_would_be() -> None:
 
 
 def test_each_round_has_its_own_count_of_drafted_tokens() -> None:
-    """However far the engine is ahead of the reader: here the reply is complete before its first round is read."""
+    """This holds however far the engine is ahead. Here, the reply is complete before its first round is read."""
     twin = DraftModel(tiny_target(layers=1), tiny_target(layers=1).vocab_size)
     llm = LLM(toy_model(), {"twin": twin}, DraftBudget.chain(2))
     worker = Worker(llm)
@@ -284,8 +284,8 @@ def real() -> Iterator[LLM]:
 @pytest.mark.slow
 @pytest.mark.model
 def test_concurrent_replies_of_the_real_model_equal_single_replies(real: LLM) -> None:
-    """Random arrivals, mixed parameters, every drafter, a prefix cache; the same ids where the self-check promises
-    the same bits."""
+    """There are random arrivals, mixed parameters, every drafter, and a prefix cache. Token ids are equal if the
+    self-check promises the same bits."""
     chance = random.Random(7)
     topics = ["tides", "bread", "a lost key", "prime numbers", "rain", "chess", "tea", "the moon"]
     prompts = [f"Tell me about {topics[i % 8]}. Then say it again, word for word." for i in range(12)]
@@ -366,8 +366,8 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     assert before - after > 64 << 20
 
 
-def test_states_take_room_in_addition_to_keys_and_values() -> None:
-    """Many short texts hold more states than positions."""
+def test_states_take_memory_in_addition_to_keys_and_values() -> None:
+    """Many short texts have more states than positions."""
     lengths, states = [300, 40, 5000], held(300) + held(40) + held(5000)
     assert _positions(0.0, False, lengths) == 5340
     assert _positions(100.0, False, lengths) == 5340 + states * 100

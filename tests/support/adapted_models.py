@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and the adapters that run them."""
+"""Tiny random transformers models, and the adapters that run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {
 HEADS = BASE | {"head_dim": 8}
 OLD = {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 FULL = BASE | {"num_key_value_heads": 4}
-# Experts are multiplied in groups, which torch does in up to 32 bits only.
+# torch multiplies grouped experts only in dtypes of up to 32 bits.
 MOE = HEADS | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
 WINDOW = HEADS | {"sliding_window": 3}  # less than a draft's depth
 
@@ -59,7 +59,7 @@ ALL = TREES | CHAINS
 
 
 def model_of(kind: str, sizes: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
-    """A random model, its weights large enough for texts that vary."""
+    """Return a random model with weights large enough for varied texts."""
     sizes = dict(sizes)
     experts = sizes.pop("experts_implementation", None)
     config = getattr(transformers, kind + "Config")(**sizes)
@@ -72,7 +72,7 @@ def model_of(kind: str, sizes: dict[str, Any], seed: int = 0, dtype: torch.dtype
 
 
 def causal(model: Any) -> Any:
-    """The adapter of a model."""
+    """Return the adapter of a model."""
     from paceline.models.transformers import CausalLM
 
     transformers.logging.set_verbosity_error()
@@ -81,5 +81,5 @@ def causal(model: Any) -> Any:
 
 @cache
 def adapter(name: str) -> Any:
-    """The adapter of one of `ALL`. It holds no state."""
+    """Return the adapter of a model in `ALL`. It has no state, so tests can share it."""
     return causal(model_of(*ALL[name]))

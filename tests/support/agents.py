@@ -1,6 +1,6 @@
-"""Requests as agents send them, shortened, with the fields of their published sources and documentation.
+"""Shortened requests of coding agents, with the fields in their published sources and documentation.
 
-Codex: `ResponsesApiRequest` in openai/codex, codex-rs/codex-api/src/common.rs, and what it reads of a stream, in
+Codex: `ResponsesApiRequest` in openai/codex, codex-rs/codex-api/src/common.rs, and the parser of its streams,
 sse/responses.rs. Claude Code: Anthropic's documentation of the Messages API and of LLM gateways, and captures in public
 issues. Copilot: microsoft/vscode-copilot-chat, src/extension/byok (ollamaProvider.ts, openAIEndpoint.ts). Open WebUI:
 open-webui/open-webui, backend/open_webui (routers/openai.py, routers/ollama.py, routers/tasks.py, utils/payload.py).
@@ -159,7 +159,7 @@ OPEN_WEBUI: dict[str, Any] = {
     "temperature": 0.8,
     "stream_options": {"include_usage": True},
 }
-"""A chat through a connection with OpenAI's API. The model's own functions are switched on."""
+"""A chat over a connection with OpenAI's API, with native function calling enabled."""
 OPEN_WEBUI_TITLE: dict[str, Any] = {
     "messages": [
         {"role": "user", "content": "### Task:\nGenerate a title.\n<chat_history>\nUSER: hi\n</chat_history>"}

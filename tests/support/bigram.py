@@ -1,4 +1,4 @@
-"""The smallest target there is: a table of logits after each token. For tests that take thousands of texts."""
+"""The smallest possible target: a table with the logits after each token, for tests that need thousands of texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class Lengths:
-    """A cache of nothing but lengths."""
+    """A cache that stores only lengths."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Caches of recurrent states with a fault: negative controls of the tests of rollback."""
+"""Faulty caches of recurrent states, as negative controls for the rollback tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.hybrids import tiny_hybrid
 
 
 class Kept(StateCache):
-    """The state of rejected rows stays."""
+    """Keeps the state after rejected rows."""
 
     def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
         after = fed.after[layer]
@@ -21,7 +21,7 @@ class Kept(StateCache):
 
 
 class Twice(StateCache):
-    """The last row is applied twice."""
+    """Applies the last row twice."""
 
     def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
         state, updates = super()._one_after(fed, layer, state, path, done, end), fed.updates[layer]
@@ -29,7 +29,7 @@ class Twice(StateCache):
 
 
 class Sibling(StateCache):
-    """The last row is taken for the one before it, a sibling in trees."""
+    """Applies the row before the last row instead of it. In trees, this can be a sibling."""
 
     def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
         wrong = [*path[: end - 1], max(0, path[end - 1] - 1)] if fed.updates[layer] else path
@@ -37,7 +37,7 @@ class Sibling(StateCache):
 
 
 class Forgets(StateCache):
-    """Checkpoints hold the latest state."""
+    """Stores the latest state in all checkpoints."""
 
     def _after(self, slot: int, length: int, path: Sequence[int]) -> Any:
         found = super()._after(slot, length, path)
@@ -47,7 +47,7 @@ class Forgets(StateCache):
 def broken(
     kind: type[StateCache], dtype: torch.dtype = torch.float64, hybrid: Callable[..., Decoder] = tiny_hybrid
 ) -> Any:
-    """A hybrid whose caches are of this kind."""
+    """Return a hybrid model with caches of this kind."""
     target = hybrid(dtype=dtype)
     make = target.new_cache
 

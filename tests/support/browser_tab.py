@@ -1,4 +1,4 @@
-"""A page in a browser, as its tests see it."""
+"""An open page in a browser, for the page's tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def expect(part: Locator | Page) -> Any:
     """Return playwright's assertions about a part of the page.
 
-    They wait long enough for a busy machine of two cores; nothing waits that long unless it fails.
+    Their timeout is long enough for a busy machine with two cores. Only failing assertions wait that long.
     """
     playwright.expect.set_options(timeout=30_000)
     return playwright.expect(part)
@@ -24,7 +24,7 @@ def expect(part: Locator | Page) -> Any:
 
 @dataclass
 class Tab:
-    """A page that is open, and what it did unseen."""
+    """An open page, with its console errors and the hosts that it contacted."""
 
     page: Page
     url: str
@@ -32,7 +32,12 @@ class Tab:
     hosts: set[str] = field(default_factory=set)
 
     def send(self, text: str = "Why is the sky blue?", turns: int = 1) -> Locator:
-        """Sends a message and waits for its reply; `turns`: how many there are then. The reply's text."""
+        """Send a message and wait for its reply. Return the element with the reply's text.
+
+        Args:
+            text: The message.
+            turns: Number of turns after the reply.
+        """
         self.page.fill("#prompt", text)
         self.page.press("#prompt", "Enter")
         expect(self.page.locator(".turn")).to_have_count(turns)
@@ -45,7 +50,7 @@ class Tab:
         return self.page.locator("#status")
 
     def check_growth(self, pieces: Sequence[str], count: int) -> None:
-        """Check that `count` random texts of 14 pieces, which grow by 1 or 7 characters, are drawn as when whole."""
+        """Check that `count` random texts that grow by 1 or 7 characters are drawn the same as whole texts."""
         draw = random.Random(0)
         for _ in range(count):
             text = "".join(draw.choices(pieces, k=14))
@@ -69,7 +74,7 @@ VIEW = """async (text, step) => {
   while (!view.draw({ content: text }));
   return view.element;
 }"""
-"""Draw a text that grows by this number of characters, and return its element."""
+"""JavaScript function that draws a text that grows by `step` characters, and returns its element."""
 
 DRAW = f"async ([text, step]) => (await ({VIEW})(text, step)).innerHTML"
-"""The HTML of that element."""
+"""JavaScript function that returns the HTML of that element."""

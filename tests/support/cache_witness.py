@@ -1,4 +1,4 @@
-"""The plain formula of attention over everything that was ever written to a cache."""
+"""Attention by its plain formula, over everything that was ever written to a cache."""
 
 from __future__ import annotations
 
@@ -37,8 +37,15 @@ class Witness:
         stored: torch.dtype | None = None,
         kernel: bool = False,
     ) -> None:
-        """`stored`: dtype of keys and values, if it is not `dtype`. The witness then remembers what was stored.
-        `kernel`: the CPU kernels compute attention, over padded heads."""
+        """Create an empty cache.
+
+        Args:
+            seed: Seed of the random numbers.
+            dtype: Dtype of queries and results.
+            kind: Class of the cache.
+            stored: Dtype of keys and values, if it is not `dtype`. The witness then remembers the stored values.
+            kernel: True to compute attention with the CPU kernels, over padded heads.
+        """
         layers = [replace(layer, kernel=attend) for layer in LAYERS] if kernel else LAYERS
         self.cache = kind(layers, KV, whole(D) if kernel else D, 4096, stored or dtype, CPU)
         self.error = 1e-9 if dtype == torch.float64 and not stored else 1e-5
@@ -54,7 +61,7 @@ class Witness:
 
     @torch.inference_mode()
     def feed(self, rows: Rows, paths: list[list[int]]) -> None:
-        """One pass, checked row by row, then committed along one path per slot."""
+        """Run one pass and check each row, then commit one path per slot."""
         b, t = rows.tokens.shape
         view = self.cache.begin(rows)
         for layer, how in enumerate(LAYERS):

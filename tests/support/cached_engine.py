@@ -1,4 +1,4 @@
-"""An engine with a prefix cache that notes what it was spared."""
+"""An engine with a prefix cache that records prefix hits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CachedEngine(Engine):
         super().__init__(target, {name: drafter} if drafter else None, draft)
         self.drafter, self.prefixes = drafter, prefixes
         self.cached: list[int] = []
-        """Of each request the tokens that were not fed."""
+        """For each request, the number of tokens that came from the prefix cache."""
 
     def _load_prefix(self, request: Request) -> int:
         self.cached.append(super()._load_prefix(request))
@@ -35,7 +35,7 @@ class CachedEngine(Engine):
 
 
 def begun(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Request:
-    """A request that has been prefilled."""
+    """Return a prefilled request."""
     stream = TextStream(sampling, (), lambda ids: "", engine.target.context_length - len(prompt))
     request = engine.start(prompt, sampling.sampler(), stream, Stats(7, "rounding"))
     engine.prefill(request)

@@ -1,4 +1,4 @@
-"""A reply that thinks and calls a function, and the parts of a request for it."""
+"""A reply with reasoning and a function call, and the parts of a matching request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
-"""Of the function's arguments."""
+"""Schema of the function's arguments."""
 THINKS = '<think>\nI add.\n</think>\n\nIt is:\n<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>'
 
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels for compute capability 9.0, which takes no GPU, and prints what came out as JSON."""
+"""Compile the kernels for compute capability 9.0, which needs no GPU, and print the results as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALARS = {"scale": "fp32", "softcap": "fp32"}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> dict[str, Any]:
-    """As a launch over aligned tensors would."""
+    """Compile a kernel as a launch with aligned tensors would."""
     names = kernel.arg_names
     types = POINTERS | SCALARS | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in names}
@@ -42,7 +42,7 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> dict[str
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack."""
+    """Return the registers of a thread, and the bytes of its stack."""
     tool = Path(nvidia.__file__).with_name("bin") / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

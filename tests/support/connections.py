@@ -1,4 +1,4 @@
-"""Plain sockets to a server that listens."""
+"""Plain sockets to a listening server."""
 
 from __future__ import annotations
 

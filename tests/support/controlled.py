@@ -1,4 +1,4 @@
-"""A controller that is driven round by round with plain numbers."""
+"""A controller that tests drive round by round with plain numbers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.types import Draft, DraftBudget, Verdict
 def fixed_plan(
     controller: Controller, requests: Sequence[Standing], budget: DraftBudget, pace: float = 0.0
 ) -> DraftPlan:
-    """Return the plan to give each request this budget, one of the controller's sizes."""
-    # No pause follows a plan in which some size seems best, so every round has such a plan.
+    """Return a plan that gives each request this budget, which is one of the controller's sizes."""
+    # A pause never follows a plan with a best size, so every round gets such a plan.
     best = len(controller.sizes) - 1
     return DraftPlan([budget] * len(requests), pace=pace, at=controller.sizes.index(budget), best=best)
 
 
 class Driven(Controller):
-    """Remembers its latest plan until the outcome is there."""
+    """Remembers its latest plan until `take` gets the outcome."""
 
     last = DraftPlan(())
     standings: Sequence[Standing] = ()
@@ -32,7 +32,7 @@ class Driven(Controller):
         fresh: int = 0,
         asked: int | None = None,
     ) -> DraftBudget:
-        """Plan for `asked` (all) of `together` requests, which have `unread` tokens in all. Returns the size."""
+        """Plan for `asked` of `together` requests (default: all) with `unread` tokens in total. Return the size."""
         count = asked or together
         self.standings = [Standing(unread // count, left, written, i < fresh) for i in range(count)]
         self.last = self.plan(self.standings, together)

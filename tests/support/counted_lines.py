@@ -15,7 +15,7 @@ _PACKAGE = str(Path(paceline.__file__).parent)
 
 @contextmanager
 def counted() -> Iterator[Callable[[], int]]:
-    """Count the lines that run. Yields a function that returns the count so far."""
+    """Count the lines that run. Yield a function that returns the count so far."""
     lines, before = 0, sys.gettrace()
 
     def trace(frame: Any, event: str, _: Any) -> Any:

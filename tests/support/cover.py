@@ -1,6 +1,6 @@
-"""Two tiers of one product: a cover of it in `make test`, every combination in `make test-all`.
+"""Two tiers of a product of parameters: `make test` runs a cover of it, and `make test-all` runs every combination.
 
-A test is written once, over all combinations. The combinations outside the cover are marked `slow`, so nothing is lost.
+A test is written once, over all combinations. The combinations outside the cover are marked `slow`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _named(axis: Axis) -> dict[str, Any]:
 
 
 Combination = tuple[tuple[int, str], ...]
-"""Values, by the number of their axis."""
+"""Values as pairs of axis index and value."""
 
 
 def _combinations(row: Sequence[str], groups: Iterable[Sequence[int]]) -> set[Combination]:
@@ -31,11 +31,11 @@ def _combinations(row: Sequence[str], groups: Iterable[Sequence[int]]) -> set[Co
 
 
 def _chosen(rows: Sequence[tuple[str, ...]], groups: Sequence[Sequence[int]]) -> set[tuple[str, ...]]:
-    """Choose rows greedily until each combination that the values of a group have in some row is covered.
+    """Choose rows greedily until they cover every combination of a group's values that occurs in some row.
 
-    Of rows that cover as much, the one with more new pairs is taken, then the one whose values were taken less often:
-    that spreads what no group asks for. allpairspy does the same for products without constraints; with constraints it
-    leaves pairs out.
+    Among rows that cover equally many combinations, take the row with the most new pairs, and then the row with the
+    least used values. This spreads the values of axes that belong to no group. allpairspy does the same for products
+    without constraints, but it misses pairs if there are constraints.
     """
     pairs = [*itertools.combinations(range(len(rows[0])), 2)]
     left = {row: (_combinations(row, groups), _combinations(row, pairs)) for row in rows}
@@ -62,12 +62,12 @@ def cover(
     together: Collection[Sequence[str]] | None = None,
     **axes: Axis,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test over the product of two or more axes; the fast tier runs a cover of it.
+    """Parametrize a test over the product of two or more axes. The fast tier runs a cover of it.
 
     Args:
         valid: Called with one value per axis, by keyword. Combinations for which it returns False do not exist.
-        together: Groups of axes. The fast tier runs every combination of values of each group at least once; of a
-            group of one axis, every value. By default the groups are all pairs of axes.
+        together: Groups of axes. The fast tier runs every combination of values of each group at least once. For a
+            group of one axis, these are its values. By default, the groups are all pairs of axes.
         **axes: Argument name -> values. A mapping's keys are the ids; other values are their own ids.
     """
     named = {name: _named(axis) for name, axis in axes.items()}
@@ -90,7 +90,7 @@ def cover(
 
 
 def some(name: str, values: Axis, fast: Collection[str]) -> pytest.MarkDecorator:
-    """Parametrize a test over all values of one axis; only those whose ids are in `fast` run in the fast tier."""
+    """Parametrize a test over all values of one axis. The fast tier runs only the values with ids in `fast`."""
     named = _named(values)
     if unknown := set(fast) - set(named):
         raise ValueError(f"unknown ids in the fast tier: {sorted(unknown)}")

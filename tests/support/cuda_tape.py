@@ -1,4 +1,4 @@
-"""A CUDA graph for the CPU: every operation, on the memory it used when it was recorded."""
+"""A substitute for CUDA graphs on the CPU: it replays every operation on the memory that it used when recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.types import Forward
 
 
 class Tape(TorchDispatchMode):
-    """Notes what is done. Refuses what a graph cannot do: to look at a value on the host."""
+    """Records operations. Refuses to read a value on the host, which a graph cannot do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def play(self) -> None:
-        """Does it all again: what came out anew goes to where it came out then."""
+        """Replay all operations, and copy each new result to the memory of the recorded result."""
         for func, args, kwargs, out in self.notes:
             for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
                 if old.data_ptr() != new.data_ptr():

@@ -1,4 +1,4 @@
-"""A block drafter's network in plain torch, over a whole text at once and without a cache."""
+"""A block drafter's network in plain torch, for a whole text at once and without a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.verify.tree import pack_prefix
 
 
 def taps_of(target: Decoder, text: Sequence[int], taps: Sequence[int]) -> Tensor:
-    """The target's hidden states of a whole text [T, taps * H]."""
+    """Return the target's hidden states for a whole text [T, taps * H]."""
     cache = target.new_cache()
     rows = pack_prefix([*text, 0, 0, 0], cache.acquire(), 0, target.device)
     out = target.forward(rows, cache, Want("none", tuple(taps))).taps
@@ -23,14 +23,16 @@ def taps_of(target: Decoder, text: Sequence[int], taps: Sequence[int]) -> Tensor
 
 
 class Dense:
-    """The network in plain torch, and so with gradients: many blocks over one text, in one pass without a cache."""
+    """The network in plain torch, with gradients. One pass computes many blocks over one text, without a cache."""
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: Decoder) -> None:
         self.config, self.target, self.tensors = config, target, tensors
 
     def __call__(self, text: Sequence[int], starts: Sequence[int], features: Tensor) -> Tensor:
-        """Blocks that begin with the tokens text[starts]: logits [blocks, size, V]. `features` [T, taps * H]: of the
-        text, of which a block sees what is before its start."""
+        """Return the logits of blocks that begin with the tokens text[starts], [blocks, size, V].
+
+        A block sees only the `features` [T, taps * H] of tokens before its start.
+        """
         w, c, size = self.tensors, self.config.layer, self.config.size
         context = norm(F.linear(features, w["fc.weight"]), w["hidden_norm.weight"])
         tokens = torch.tensor([[text[start]] + [self.config.mask_token] * (size - 1) for start in starts])
@@ -38,7 +40,7 @@ class Dense:
         start = torch.tensor(starts).repeat_interleave(size)
         here = start + torch.arange(size).repeat(len(starts))
         there = torch.cat([torch.arange(len(context)), here])
-        # A column of the context belongs to no block.
+        # Columns of the context belong to no block.
         owner = torch.cat([torch.full((len(context),), -1), torch.arange(len(here)) // size])
         mine = owner == (torch.arange(len(here)) // size)[:, None]
         read = (owner == -1) & (there < start[:, None])
@@ -77,7 +79,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Each pair (j, j + D / 2) as a complex number, turned by its angle."""
+    """Apply the rotary embedding: rotate each pair (j, j + D / 2) as a complex number."""
     half = x.shape[-1] // 2
     angles = positions[:, None].float() / theta ** (torch.arange(half) / half)
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]

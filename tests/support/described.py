@@ -1,4 +1,4 @@
-"""Requests generated from the server's OpenAPI document: valid ones, some with one invalid value."""
+"""Requests generated from the server's OpenAPI document: valid requests, and requests with one invalid value."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.fuzz import MESSAGE, ODD, check_response
 from tests.support.running import Serving
 
 EXAMPLES = int(os.environ.get("PACELINE_EXAMPLES", "100"))
-"""Requests of each operation in the slow tests; .ci/run has time for fewer."""
+"""Requests per operation in the slow tests. .ci/run uses fewer to save time."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
 _LIMITS = dict.fromkeys(("ChatRequest", "CompletionRequest", "MessagesRequest"), "max_tokens")
 _LIMITS["ResponsesRequest"] = "max_output_tokens"
-"""Body -> its limit of the reply."""
+"""Schema of a body -> the field that limits the length of the reply."""
 _SMALL: Any = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
@@ -31,7 +31,7 @@ _SMALL: Any = st.recursive(
 
 @dataclass(frozen=True)
 class FuzzRequest:
-    """A request; `body` is None where the operation has none."""
+    """A request; `body` is None if the operation has no body."""
 
     method: str
     path: str

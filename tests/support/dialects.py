@@ -1,4 +1,4 @@
-"""The same conversation in the dialect of each API, and small changes of it."""
+"""The same conversation in the dialect of each API, and small changes to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def bodies(text: str) -> dict[str, dict[str, Any]]:
-    """Return a conversation full of this text in the shape of each API that takes one."""
+    """Return a conversation that contains this text in all fields, as the body of each conversation API."""
     function = {"name": "look", "description": text, "parameters": {"type": "object", "description": text}}
     called = {"name": "look", "arguments": {text: text}}
     schema = function["parameters"]
@@ -100,7 +100,7 @@ _ODD: list[Any] = [
 
 
 def altered(body: dict[str, Any], dice: random.Random) -> Any:
-    """Return a copy of a body with one to three places replaced, removed, doubled or exchanged."""
+    """Return a copy of a body with one to three values replaced, removed, duplicated or exchanged."""
     whole = {"body": copy.deepcopy(body)}
     if dice.random() < 0.5:
         name = dice.choice(sorted(OPTIONS))
@@ -123,6 +123,6 @@ def altered(body: dict[str, Any], dice: random.Random) -> Any:
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
-    """Return each place in a value, as its holder and its key or index."""
+    """Return the location of each nested value, as its container and its key or index."""
     keys = [*value] if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [found for key in keys for found in ((value, key), *_places(value[key]))]

@@ -1,4 +1,4 @@
-"""Processes that share a model, forked from one server that has imported torch once."""
+"""Processes that share a model. They are forked from one server, which has imported torch once."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def run_ranks(*arguments: str, count: int = 2, shared_memory: bool = True) -> li
 
 
 def _work(environment: dict[str, str], arguments: tuple[str, ...], out: Path, err: Path) -> None:
-    """Be one rank, whose output goes to files."""
+    """Run as one rank, with output to files."""
     for path, stream in ((out, sys.stdout), (err, sys.stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
     os.environ.update(environment)
     try:
         divided_worker.main(*arguments)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing runs none, and rank 0 lets the others end there
+        atexit._run_exitfuncs()  # multiprocessing skips exit handlers, and rank 0 ends the others in one

@@ -1,4 +1,4 @@
-"""One of the processes of test_divided.py: tiny models of every kind, divided; rank 0 prints what it found as JSON."""
+"""A process of test_divided.py: it divides tiny models of every kind. Rank 0 prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ WITH_ADAPTERS = "float64", "bfloat16", "int8", "joined projections"
 
 NAMES = (
     *("torch.float64", "torch.float32", "torch.bfloat16", "int8", "int4", "biases and sinks", "joined projections"),
-    *("experts", "side by side", "experts beside a shared one, in float64"),
+    *("experts", "parallel attention and MLP", "experts with a shared expert, in float64"),
 )
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Config, tensors, dtype and quantisation of each model."""
+    """Yield the name, config, tensors, dtype and quantisation of each model."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         yield str(dtype), (TINY, random_tensors(TINY), dtype, None)
     untied = replace(WIDE, tied=False, residual_scale=0.5, final_softcap=20.0, context_length=1200)
@@ -55,18 +55,18 @@ def cases() -> Iterator[tuple[str, Case]]:
     experts = MixtureConfig(4, 2, 40, normalised=True)
     mixed = replace(TINY, mixture=experts, special=(LayerConfig(TINY.rope, sparse=True),) * 2)
     yield "experts", (mixed, with_experts(experts), torch.float32, None)
-    aside = replace(
+    parallel = replace(
         TINY, heads=2, tied=False, norms=NormConfig(kind="layer"), parallel=True, gated_mlp=False, activation="gelu"
     )
-    yield "side by side", (aside, side_by_side(aside), torch.float64, None)
+    yield "parallel attention and MLP", (parallel, parallel_tensors(parallel), torch.float64, None)
     groups = Groups(2, 1, 2)
     scored = replace(experts, shared=24, shared_block="mlp.shared_experts", sigmoid=True, scale=1.7, groups=groups)
-    beside = replace(mixed, mixture=scored)
-    yield "experts beside a shared one, in float64", (beside, with_experts(scored), torch.float64, None)
+    shared = replace(mixed, mixture=scored)
+    yield "experts with a shared expert, in float64", (shared, with_experts(scored), torch.float64, None)
 
 
 def adapters_of(name: str, tensors: dict[str, Tensor]) -> list[Factors]:
-    """Adapters of some models: of attention's inputs only, of all products, of the gates only."""
+    """Return adapters for some models: for attention inputs only, for all products, and for gates only."""
     if not name.endswith(WITH_ADAPTERS):
         return []
     sets = {"in": ("q_proj", "v_proj", "qkv_proj"), "all": ("_proj",), "gates": ("up_proj", "down_proj")}
@@ -93,8 +93,8 @@ def joined() -> dict[str, Tensor]:
     return tensors
 
 
-def side_by_side(config: ModelConfig) -> dict[str, Tensor]:
-    """GPT-NeoX's, queries, keys and values in one and with biases, and Phi's bias of the head."""
+def parallel_tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Return tensors with fused, biased queries, keys and values as in GPT-NeoX, and a head bias as in Phi."""
     tensors, noise = random_tensors(config), torch.Generator().manual_seed(1)
     for i in range(config.layers):
         layer = f"model.layers.{i}."
@@ -132,7 +132,7 @@ def with_experts(experts: MixtureConfig) -> dict[str, Tensor]:
 def texts(
     target: Decoder, drafter: Drafter | None = None, draft: DraftBudget | None = None
 ) -> tuple[list[list[int]], int]:
-    """Replies in batches, greedy and sampled, of an engine that keeps what it has fed; and accepted tokens."""
+    """Return greedy and sampled replies in batches, from an engine with a prefix cache, and the accepted tokens."""
     engine = Engine(target, drafter, draft)
     engine.remember(1 << 20)
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 5, 6, 5], [1, 2, 3, 1, 2, 3, 4, 4, 4, 4], [1, 2, 3, 1, 2, 3, 1, 2]]
@@ -149,7 +149,7 @@ def held(target: Decoder, adapter: int = 0) -> KVCache:
 
 
 def logits(target: Decoder) -> Tensor:
-    """Those of a text, under no adapter and under each [A, T, V]."""
+    """Return the logits of a text without an adapter and with each adapter, [A, T, V]."""
     rows, numbers = pack_prefix([1, 2, 3], 0, 0, CPU), range(len(target.adapters) + 1)
     return torch.cat([target.forward(rows, held(target, number), Want()).logits for number in numbers])
 
@@ -192,7 +192,7 @@ def failure(target: Decoder) -> str:
 
 
 def run_out(mirror: Mirror, where: str, rank: int, ended: Path) -> None:
-    """Fail at one rank as if it had no memory. Rank 0, which says what it got, lives until the other has ended."""
+    """Simulate an out-of-memory error at one rank. Rank 0 prints its error, and waits for the other rank's end."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OutOfMemory("no memory, by way of trial", "End the test")
@@ -223,7 +223,7 @@ def run_out(mirror: Mirror, where: str, rank: int, ended: Path) -> None:
 
 
 def main(task: str, *arguments: str) -> None:
-    """Be one of the ranks. `task`: "compare" the models of these names, "fail" or "run out"."""
+    """Run as one of the ranks. `task` is "compare" (models with the given names), "fail" or "run out"."""
     torch.set_num_threads(1)
     mirror = Mirror(Ranks())
     if task == "run out":

@@ -1,4 +1,4 @@
-"""Drafts of single requests as one padded batch, and back."""
+"""Conversion of single requests' drafts to a padded batch and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tree_of(batch: Sequence[Draft]) -> CandidateTree:
 
 
 def drafts_of(tree: CandidateTree) -> list[Draft]:
-    """Each request's nodes, without padding, which must be at the end."""
+    """Return the nodes of each request without the padding, which must be at the end."""
     out = []
     for tokens, parents, count in zip(tree.tokens, tree.parents, tree.counts.tolist(), strict=True):
         assert (tokens[:count] >= 0).all()
@@ -36,7 +36,7 @@ def drafts_of(tree: CandidateTree) -> list[Draft]:
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """Return the statistic's distance from its mean, in standard deviations: below 4 for the right distribution."""
+    """Return the statistic's distance from its mean in standard deviations, below 4 for the right distribution."""
     seen, hoped = counts.double().flatten(), expected.double().flatten()
     assert (seen[hoped == 0] == 0).all()
     hoped = hoped * seen.sum() / hoped.sum()

@@ -28,7 +28,7 @@ class Reference:
         return torch.cat([taps[tap][0, : len(text)] for tap in self.config.taps], -1)
 
     def after(self, text: Sequence[int], path: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(logits [V], what the head makes them from [H]) after a text and the drafted tokens that follow it."""
+        """Return logits [V], and the states [H] behind them, after a text and the drafted tokens that follow it."""
         hidden = self.fuse(self.features(text[:-1]))
         tokens = list(text[1:])
         fed, states = self.layer(tokens, hidden)
@@ -49,7 +49,7 @@ class Reference:
         return features @ self.t["fc.weight"].T
 
     def layer(self, tokens: Sequence[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows 0.. of a text: (what the next row is fed [n, H], what the logits are made from [n, H])."""
+        """Return, for all rows of a text, the input to the next row [n, H] and the input to the output head [n, H]."""
         ids = torch.tensor(tokens)
         embedded = self.t["embed_tokens.weight"][ids] if "embed_tokens.weight" in self.t else self.target.embed(ids)
         if self.config.version == 1:
@@ -84,8 +84,10 @@ class Reference:
         return mixed.transpose(0, 1).reshape(n, -1) @ self.t[f"layers.{layer}.self_attn.o_proj.weight"].T
 
     def turn(self, x: Tensor) -> Tensor:
-        """Rotary embedding by complex numbers: row t turns t times. Angles are float32, as in training, and their
-        cosines and sines exact but for one rounding."""
+        """Apply the rotary embedding with complex numbers: rotate row t by t angles.
+
+        Angles are float32, as in training. Their cosines and sines are exact except for one rounding.
+        """
         half = x.shape[-1] // 2
         speeds = 1 / (self.config.layer.rope.theta ** (torch.arange(half) / half).double()).float()
         angles = (torch.arange(x.shape[1])[:, None] * speeds).double()
@@ -98,7 +100,7 @@ class Reference:
         return x / root * self.t[name + ".weight"]
 
     def logits(self, state: Tensor) -> Tensor:
-        """Over the target's tokens, -inf where the head knows none."""
+        """Return logits over the target's tokens, with -inf for tokens that are not in the head's vocabulary."""
         if "lm_head.weight" not in self.t:
             return self.target.logits(state)
         known = self.t["lm_head.weight"] @ state

@@ -1,4 +1,4 @@
-"""Every outcome of a program that leaves something to chance, with its exact probability."""
+"""Every outcome of a program with random choices, with its exact probability."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 class Script:
-    """A `Chance` whose first choices are given. Later ones take the first way open, and note the others."""
+    """A `Chance` with given first choices. Later choices take the first possibility, and record the others."""
 
     def __init__(self, given: Sequence[int]) -> None:
         self._given, self._taken = given, list[int]()

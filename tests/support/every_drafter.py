@@ -1,4 +1,4 @@
-"""Every drafter with probabilities or without, for small random models of several kinds with a vocabulary of six."""
+"""Every drafter, with and without probabilities, for small random models of several kinds with a vocabulary of six."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 
 
 def small(config: ModelConfig, tensors: dict[str, torch.Tensor], **changes: object) -> Decoder:
-    """Return the model of a config and its tensors with a vocabulary of six, in float64."""
+    """Return a model with this config and these tensors, with a vocabulary of six, in float64."""
     embeddings = {name: x[:VOCAB] for name, x in tensors.items() if "embed_tokens" in name}
     own = replace(config, vocab_size=VOCAB, **changes)  # type: ignore[arg-type]
     return Decoder(own, tensors | embeddings, torch.float64, _CPU)
@@ -79,7 +79,7 @@ KINDS: dict[str, Callable[[int], Decoder]] = {
     "mamba-2": lambda seed: small(MAMBA_HYBRID, mamba_tensors(seed)),
     "latent attention": _latent,
 }
-"""Kind of model -> a random one of this seed."""
+"""Kind of model -> function from a seed to a random model."""
 
 
 def loaded(model: Decoder, letters: str = _LETTERS) -> Loaded:
@@ -128,7 +128,7 @@ def _assistant(target: Decoder) -> Drafter:
 
 
 def _layer(target: Decoder) -> ModelConfig:
-    """The layer of a head: plain attention, whatever the target has."""
+    """Return the layer of a head. It has plain attention, whatever the target has."""
     return replace(TINY, layers=1, vocab_size=VOCAB, context_length=16)
 
 
@@ -156,7 +156,7 @@ EVERY: dict[str, Callable[[Decoder], Drafter]] = {
     "early exit": lambda target: EarlyExit(ExitConfig(target.config.hidden, 1), {}, target, threshold=0.0),
     "stack": lambda target: DrafterStack([NGram(), DraftModel(KINDS["attention"](9), VOCAB)]),
 }
-"""Name of a drafter -> one for this target."""
+"""Name of a drafter -> function from a target to the drafter."""
 
 HEADS = {
     "eagle": "eagle-1",
@@ -171,7 +171,7 @@ HEADS = {
 """Kind of head (`heads.kind_of`) -> name of its drafter in `EVERY`."""
 
 PAIRS = [(kind, drafter) for kind in KINDS for drafter in EVERY if (kind, drafter) != ("latent attention", "assistant")]
-"""All kinds of models with all drafters. An assistant reads keys and values, and latent attention stores neither."""
+"""All kinds of models with all drafters. An assistant reads keys and values, which latent attention does not store."""
 
 
 def _trimmed() -> Decoder:

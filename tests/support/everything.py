@@ -1,7 +1,7 @@
 """Run everything that can be tested: `make test-all`, or a share of it with `make test-all PART=2/4`.
 
-Each part is one command. Its result is kept in .test-all.json, so that a run which was interrupted goes on where it
-stopped: parts that passed at the same commit are not run again while the working tree is clean.
+Each part is one command. Its result is stored in .test-all.json, so that an interrupted run continues where it stopped:
+parts that passed at the same commit are not run again if the working tree is clean.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARALLEL = ("-n", "logical", "--dist", "worksteal")
 
 @dataclass(frozen=True)
 class Part:
-    """A command, and its minutes on two cores. PART divides all commands by these minutes."""
+    """A command, and its minutes on two cores. PART=K/N divides all commands by these minutes."""
 
     name: str
     minutes: float
@@ -47,18 +47,18 @@ class Result:
 
 
 def room(minutes: float, *names: str) -> Part:
-    """Fast and slow tests of some folders or files under tests/."""
+    """Return a part with the fast and slow tests of some folders or files under tests/."""
     return Part(" ".join(names), minutes, (*PYTEST, *PARALLEL, *(f"tests/{name}" for name in names)))
 
 
 def compiled_first(part: Part) -> Part:
-    """Compile the kernels of all instruction sets before a part, or pytest's workers compile some of them twice."""
+    """Compile the kernels of all instruction sets before a part, because pytest's workers would compile some twice."""
     script = '"$0" -m tests.support.instruction_sets && exec "$@"'
     return replace(part, command=("sh", "-c", script, sys.executable, *part.command))
 
 
 def parts() -> list[Part]:
-    """List the parts."""
+    """Return all parts."""
     roots = sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
     return [
         compiled_first(room(8, "kernels")),
@@ -75,7 +75,7 @@ def parts() -> list[Part]:
 
 
 def share(every: list[Part], which: int, of: int) -> list[Part]:
-    """Divide the parts into `of` shares of about equal minutes and return share `which`, counted from 1, in order."""
+    """Divide the parts into `of` shares with about equal minutes. Return share `which`, counted from 1, in order."""
     shares: list[list[Part]] = [[] for _ in range(of)]
     for part in sorted(every, key=lambda part: -part.minutes):
         min(shares, key=lambda chosen: sum(one.minutes for one in chosen)).append(part)
@@ -83,7 +83,7 @@ def share(every: list[Part], which: int, of: int) -> list[Part]:
 
 
 def run(part: Part) -> Result:
-    """Run a part, showing its output, and return its result."""
+    """Run a part and show its output. Return its result."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     env = {**os.environ, "PACELINE_EXHAUSTIVE": "1"}
     process = subprocess.Popen(part.command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
@@ -99,14 +99,14 @@ def run(part: Part) -> Result:
 
 
 def commit() -> str | None:
-    """Return the commit that is checked out; None if files differ from it."""
+    """Return the checked-out commit, or None if files differ from it."""
     changes = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return None if changes else head.strip() or None
 
 
 def stored(head: str | None) -> dict[str, Result]:
-    """Read the results that were kept for this commit."""
+    """Read the stored results for this commit."""
     if head is None or not RESULTS.exists():
         return {}
     kept = json.loads(RESULTS.read_text())

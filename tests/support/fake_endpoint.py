@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint over a toy language model, with speculation that is lossless or has one planted fault.
+"""An OpenAI-compatible endpoint with a toy language model. Its speculation is lossless or has one planted fault.
 
 `FakeEndpoint` is a transport of `paceline.certify`; `listening` serves it over HTTP.
 """
@@ -62,7 +62,7 @@ FAULTS = {
     "off_by_one_commit": "loses the token after a rejection",
     "repeated_token": "commits the last token of a full block twice",
     "stale_cache": "keeps the rejected token in the context",
-    "late": "accepts every drafted token from token 100 on",
+    "late": "accepts every drafted token after the first 100 tokens",
     "long_prompt": "accepts every drafted token for prompts of more than 5,000 characters",
     "temperature_twice": "applies the temperature twice to drafted positions",
     "top_p_ignored": "ignores top_p on drafted positions",
@@ -71,11 +71,11 @@ FAULTS = {
     "stop_inside_block": "looks for stop strings only at the end of a block",
     "stop_across_tokens": "looks for stop strings only within a token",
     "over_max_tokens": "commits the whole last block",
-    "under_max_tokens": "stops a token early, and reports the limit",
-    "end_in_draft": "continues after a drafted end of the reply",
+    "under_max_tokens": "stops one token early, and reports the limit",
+    "end_in_draft": "continues after a drafted end token",
     "wrong_finish": "reports length instead of stop inside a block",
     "draft_logprobs": "reports the drafter's log-probabilities",
-    "shifted_top": "reports the top_logprobs of the position before",
+    "shifted_top": "reports the top_logprobs of the previous position",
     "row_swap": "answers with another request's reply under load",
     "lost_chunk": "loses a chunk of a stream",
     "twice_chunk": "sends a chunk of a stream twice",
@@ -84,14 +84,18 @@ FAULTS = {
     "no_penalties": "ignores penalties on drafted positions",
     "no_bias": "ignores logit_bias on drafted positions",
     "no_schema": "ignores the schema on drafted positions",
-    "broken_call": "drops a quote of a tool call's arguments",
-    "stale_prefix": "reuses the cache of the prompt before although a word was edited",
-    "broken_characters": "splits characters at the end of a block",
+    "broken_call": "drops a quotation mark in the arguments of a tool call",
+    "stale_prefix": "reuses the cache of the previous prompt although a word was edited",
+    "broken_characters": "splits multi-byte characters at the end of a block",
     "server_error": "fails if a request has a stop string",
-    "late_sampling": "accepts every drafted token of a sampled reply from token 8 on",
-    "late_distribution": "samples from the drafter's distribution from token 8 on, and reports its log-probabilities",
+    "late_sampling": "accepts every drafted token of a sampled reply after the first 8 tokens",
+    "late_distribution": "samples from the drafter after the first 8 tokens, and reports its log-probabilities",
 }
 """Name of a fault -> what speculation does wrong."""
+
+
+_PLAIN: dict[str, list[Written]] = {}
+"""Replies of plain decoding without noise, by the model's seed and the request."""
 
 
 @dataclass
@@ -105,7 +109,7 @@ class Step:
 
 @dataclass
 class Written:
-    """A reply: its tokens, its text (which a stop string may cut), the finish reason, and its blocks' texts."""
+    """A reply: its tokens, its text (which a stop string may cut), the finish reason, and the texts of its blocks."""
 
     steps: list[Step] = field(default_factory=list)
     text: str = ""
@@ -115,13 +119,13 @@ class Written:
 
 
 class FakeEndpoint:
-    """Answers requests. `{"speculation": "off"}` switches speculation off.
+    """Answers requests. `{"speculation": "off"}` disables speculation.
 
     Args:
         fault: Name of a planted fault, or "".
-        noise: Standard deviation of noise in the logits that is different in every request, on both sides.
-        rounding: The same, but fixed and only with speculation.
-        own_noise: True if speculation samples with other random numbers than plain decoding.
+        noise: Standard deviation of logit noise that differs between requests, with and without speculation.
+        rounding: Standard deviation of fixed logit noise with speculation only.
+        own_noise: True if speculation samples with different random numbers than plain decoding.
         refused: Fields that are answered with 400.
         longest: Longest prompt, in characters. Longer ones are answered with 400.
         counts: True to report the number of drafted tokens, as llama.cpp does.
@@ -182,7 +186,7 @@ class FakeEndpoint:
                 self.active -= 1
 
     def _echo(self, body: dict[str, Any]) -> bytes:
-        """Score the text that follows a prompt of an earlier request."""
+        """Score the text after the prompt of an earlier request."""
         given = body["prompt"]
         prompt = max((one for one in tuple(self.completed) if given.startswith(one)), key=len, default=given[:16])
         writer = Writer(self, prompt, body | {"top_logprobs": body["logprobs"], "max_tokens": 10**6}, False, 0)
@@ -199,7 +203,7 @@ class FakeEndpoint:
             before, self.last_prompt = self.last_prompt, prompt
             if before != prompt and before[:100] == prompt[:100] and len(prompt) > 100:
                 prompt = before
-        replies = [Writer(self, prompt, body, speculates, choice).write() for choice in range(body.get("n") or 1)]
+        replies = self._replies(body, prompt, speculates)
         first = replies[0]
         if speculates and self.fault == "second_choice" and len(replies) > 1:
             replies[1].text = replies[1].text.replace("red", "blue")
@@ -217,6 +221,20 @@ class FakeEndpoint:
         choices = [_choice(i, reply, body, self.fault if speculates else "") for i, reply in enumerate(replies)]
         timings = {"draft_n": first.drafted} if first.drafted else {"prompt_n": 1}
         return json.dumps({"choices": choices, "usage": usage} | ({"timings": timings} if self.counts else {})).encode()
+
+    def _replies(self, body: dict[str, Any], prompt: str, speculates: bool) -> list[Written]:
+        """Write the replies to a request. Those of plain decoding, which no fault changes, are written once."""
+
+        def written() -> list[Written]:
+            return [Writer(self, prompt, body, speculates, choice).write() for choice in range(body.get("n") or 1)]
+
+        drawn = body.get("temperature") != 0 and body.get("seed") is None
+        if speculates or self.noise or drawn:
+            return written()
+        key = json.dumps([self.seed, prompt, body], sort_keys=True)
+        if key not in _PLAIN:
+            _PLAIN[key] = written()
+        return _PLAIN[key]
 
     def _stream(self, reply: Written, usage: dict[str, int], speculates: bool) -> bytes:
         chunks = list(reply.chunks)
@@ -249,7 +267,7 @@ def _choice(index: int, reply: Written, body: dict[str, Any], fault: str) -> dic
 
 
 def forced(prompt: str, body: dict[str, Any], seed: int) -> list[str]:
-    """Return the tokens that the toy prefers from the start: answers, echoes, JSON. May be empty."""
+    """Return the tokens that the toy prefers at the start of a reply: answers, echoes, JSON. May be empty."""
     if body.get("response_format"):
         rows = '[{"city": "Oslo", "count": 4}, {"city": "Lima", "count": 7}, {"city": "Oslo", "count": 4}]'
         return [*re.findall(r"\w+|\W", rows), END]
@@ -371,7 +389,7 @@ class Writer:
         """Return the model's logits for the next token, with the server's noise."""
         found = dict(scores(self.digest, tuple(self.context[-3:])))
         position = len(self.context)
-        if self.context:  # the token that followed the last token before: what n-gram drafters find
+        if self.context:  # prefer the token that followed the last token earlier, as n-gram drafters predict
             for i in range(len(self.context) - 2, -1, -1):
                 if self.context[i] == self.context[-1]:
                     found[self.context[i + 1]] = found.get(self.context[i + 1], 0.0) + 1.5
@@ -397,7 +415,7 @@ class Writer:
         return first if right else second
 
     def _shaped(self, raw: dict[str, float], drafted: bool) -> dict[str, float]:
-        """Return token -> probability after the request's parameters."""
+        """Return token -> probability with the request's sampling parameters applied."""
         logits = dict(raw)
         if not (drafted and self.fault == "no_penalties"):
             each, once = self.body.get("frequency_penalty", 0), self.body.get("presence_penalty", 0)
@@ -427,7 +445,7 @@ class Writer:
         return {word: value / mass for word, value in kept.items()}
 
     def _choose(self, p: dict[str, float], position: int, drafted: bool, place: int, draft: str) -> str:
-        """Return the token to commit: the one that plain decoding would choose, unless a fault says otherwise."""
+        """Return the token to commit: the choice of plain decoding, unless the fault changes it."""
         best = next(iter(p))
         if drafted and self._accepts_anyway(p, position, draft, best):
             return draft
@@ -477,7 +495,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def listening(endpoint: FakeEndpoint) -> Iterator[tuple[str, list[str]]]:
-    """Serve an endpoint on a free local port. Yields the API's address, and the Authorization headers so far."""
+    """Serve an endpoint on a free local port. Yield the API's address, and the Authorization headers so far."""
     handler = type("Handler", (_Handler,), {"endpoint": endpoint, "seen": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)

@@ -1,4 +1,4 @@
-"""Fake peers, good and bad ones, started in processes of their own by name."""
+"""Fake peers, working and failing, that tests start by name in separate processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.bench.peers import PeerPrompt, PeerSetup, PeerUnavailable
 
 
 def counting(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
-    """Answers with its setup and prompt as numbers, and prints to stdout as libraries do."""
+    """Answer with the setup and the prompt as numbers, and print to stdout as libraries do."""
     print("loading ...")
 
     def answer(ask: PeerPrompt) -> MeasuredReply:
@@ -42,7 +42,7 @@ def without_lookup(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
 
 
 def dying(setup: PeerSetup) -> Callable[[PeerPrompt], MeasuredReply]:
-    """Ends its process at the third prompt."""
+    """End the process at the third prompt."""
     left = [2]
 
     def answer(ask: PeerPrompt) -> MeasuredReply:

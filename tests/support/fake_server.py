@@ -1,4 +1,4 @@
-"""The page's test double: the endpoints that the page calls, with recorded replies instead of a model.
+"""A fake server for the page: the endpoints that the page calls, with recorded replies instead of a model.
 
 To look at the page by hand: `python -m tests.support.fake_server`, then http://127.0.0.1:8017/.
 """
@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from paceline.server.app import PAGE, add_page
 
 MODEL = "SmolLM2-360M-Instruct"
-# (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it has.
+# (drafted, tokens) of each round. The last token is the target's own, so a round accepts one token less than it yields.
 SKY = [
     (4, ["The", " sky", " looks"]),
     (5, [" blue", " because", " sunlight", " is", " scattered", " by"]),
@@ -54,36 +54,36 @@ class Fake:
     """Seconds that each round takes."""
     key: str | None = None
     fail: tuple[int, str] | None = None
-    """Answers every chat request with this status and message."""
+    """Status and message with which to answer every chat request."""
     hold_at: int | None = None
-    """Every reply waits before this round, until it is None again."""
+    """Round before which every reply waits, until this is None again."""
     break_after: int | None = None
-    """The round after which an error event follows."""
+    """Round after which to send an error event."""
     differ_at: int | None = None
-    """The reply without speculation has another token here."""
+    """Position of a token that differs in the reply without speculation."""
     guarantee: str = "bits"
     text: str | None = None
-    """The reply, instead of the recorded ones."""
+    """Text to reply with, instead of the recorded replies."""
     reasoning: str = ""
-    """Sent before the reply."""
+    """Reasoning text before the reply."""
     read: tuple[int, int] | None = None
-    """Tokens of the prompt that were read, and all, told before the reply to clients that ask for it."""
+    """Prompt tokens read so far and in total. They are sent before the reply to clients that request progress."""
     size: int = 40
     """Characters of `text` in each event."""
     cut_after: int | None = None
-    """The number of events after which the connection ends without an error."""
+    """Number of events after which to close the connection without an error event."""
     others: tuple[str, ...] = ()
-    """Further models, not loaded until they are asked."""
+    """Other models, which are not loaded until they get a request."""
     sees: bool = False
-    """The models see images."""
+    """True if the models accept images."""
     loaded: set[str] = field(default_factory=lambda: {MODEL})
     load_until: threading.Event | None = None
-    """A model that is not loaded is loaded once this is set."""
+    """Event that delays loading a model until it is set."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     times: list[tuple[float, float]] = field(default_factory=list)
-    """When each streamed reply began and ended."""
+    """Start and end time of each streamed reply."""
     gone: threading.Event = field(default_factory=threading.Event)
-    """Set once a client has left before the end of its reply."""
+    """Set when a client has disconnected before the end of its reply."""
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -211,7 +211,7 @@ def plain_rounds(rounds: list[tuple[int, list[str]]], differ_at: int | None) -> 
 
 
 def rest_of(events: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return the events after the beginning of a reply."""
+    """Return the events that follow the first part of a reply."""
     sizes = accumulate(len(event["delta"]["content"]) for event in events)
     return [event for event, size in zip(events, sizes, strict=True) if size > len(text)]
 
@@ -230,7 +230,7 @@ def usage(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """Serves an ASGI application on a free port of the loopback; yields its address."""
+    """Serve an ASGI application on a free local port. Yield its address."""
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=1)
     )

@@ -1,6 +1,6 @@
-"""Faults that a server must bear: clients that vanish, stall, drip or send rubbish; kill -9; SIGTERM during streams.
+"""Faults that a server must survive: clients that disconnect, stall, drip or send garbage; kill -9; SIGTERM.
 
-During and after each, a fixed request must get the reply that it got first. Every check raises `AssertionError`.
+During and after each fault, a fixed request must get the same reply as before. A failed check raises `AssertionError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 
 
 async def read_gauges(port: int) -> dict[str, float]:
-    """Return the gauges of /metrics, summed over labels. Raises `OSError` where there are none."""
+    """Return the gauges of /metrics, summed over labels. Raise `OSError` if there are none."""
     client = Client(port, timeout=60.0)
     found = await client.ask("/metrics")
     client.close()
@@ -37,12 +37,12 @@ async def read_gauges(port: int) -> dict[str, float]:
 
 
 def describe(found: Exchange) -> str:
-    """Return status, start of the body and error of a response."""
+    """Return the status, the start of the body and the error of a response."""
     return f"{found.status} {found.body[:200]!r} {found.error}"
 
 
 def is_error(found: Exchange) -> bool:
-    """Return whether a response is a client's error in OpenAI's shape."""
+    """Return True if a response is a client error in OpenAI's format."""
     try:
         error = found.json()["error"]
     except (ValueError, KeyError, TypeError):
@@ -52,7 +52,7 @@ def is_error(found: Exchange) -> bool:
 
 @dataclass
 class FaultTarget:
-    """A server under attack. `expected`: the first reply to the fixed request. `patience`: seconds to wait at most."""
+    """A server under attack. `expected` is the first reply to the fixed request, `patience` a timeout in seconds."""
 
     port: int
     model: str
@@ -60,7 +60,7 @@ class FaultTarget:
     patience: float = 60.0
 
     def body(self, tokens: int = 48, stream: bool = True, **more: Any) -> bytes:
-        """Return a chat request whose reply is as long as `tokens` allows."""
+        """Return the body of a chat request with a reply of `tokens` tokens."""
         messages = [{"role": "user", "content": "Count from one to five hundred, in words, one number per line."}]
         fields = {"model": self.model, "messages": messages, "max_tokens": tokens, "temperature": 0.0, "stream": stream}
         if stream:
@@ -68,7 +68,7 @@ class FaultTarget:
         return json.dumps(fields | more).encode()
 
     def post(self, *args: Any, **more: Any) -> bytes:
-        """Return the same as bytes of HTTP."""
+        """Return the same request as the bytes of an HTTP request."""
         body = self.body(*args, **more)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -117,7 +117,7 @@ class FaultTarget:
 
 
 async def vanish(target: FaultTarget) -> None:
-    """Connections are reset in the middle of a stream."""
+    """Reset connections in the middle of a stream."""
     for count in (1, 8, 8):
         writers = []
         for _ in range(count):
@@ -131,7 +131,7 @@ async def vanish(target: FaultTarget) -> None:
 
 
 async def vanish_at_once(target: FaultTarget) -> None:
-    """Connections are reset before anything arrived: the request waits or is in prefill."""
+    """Reset connections before the first token, while the request waits or is in prefill."""
     for _ in range(20):
         _, writer = await asyncio.open_connection(HOST, target.port)
         writer.write(target.post(400))
@@ -140,7 +140,7 @@ async def vanish_at_once(target: FaultTarget) -> None:
 
 
 async def stall(target: FaultTarget) -> None:
-    """Clients ask for long replies and read nothing, while others are answered."""
+    """Request long replies without reading them, while other clients are answered."""
     connections = []
     for _ in range(6):
         connection = socket.create_connection((HOST, target.port))
@@ -155,7 +155,7 @@ async def stall(target: FaultTarget) -> None:
 
 
 async def drip(target: FaultTarget) -> None:
-    """Slow loris: headers that arrive byte by byte and never end hold no slot."""
+    """Send endless headers byte by byte (Slowloris), and check that they occupy no slot."""
     connections = [socket.create_connection((HOST, target.port)) for _ in range(50)]
     for byte in b"POST /v1/chat/completions HTTP/1.1\r\nX: ":
         for connection in connections:
@@ -169,7 +169,7 @@ async def drip(target: FaultTarget) -> None:
 
 
 async def rubbish(target: FaultTarget) -> None:
-    """Bytes that are not HTTP get a 4xx or a closed connection."""
+    """Send bytes that are not HTTP, and check that the server answers 4xx or closes the connection."""
     dice = random.Random(1)
     for i in range(200):
         reader, writer = await asyncio.open_connection(HOST, target.port)
@@ -180,7 +180,7 @@ async def rubbish(target: FaultTarget) -> None:
             answer = await asyncio.wait_for(reader.read(-1), 20)
         except asyncio.TimeoutError:
             raise AssertionError("a connection with bytes that are not HTTP stays open") from None
-        except OSError:  # the server has hung up
+        except OSError:  # the server has closed the connection
             answer = b""
         finally:
             writer.transport.abort()
@@ -188,7 +188,7 @@ async def rubbish(target: FaultTarget) -> None:
 
 
 async def incomplete_bodies(target: FaultTarget) -> None:
-    """Requests whose body never ends hold no slot."""
+    """Send endless bodies, and check that they occupy no slot."""
     whole = target.post(400)
     writers = []
     for i in range(40):
@@ -204,7 +204,7 @@ async def incomplete_bodies(target: FaultTarget) -> None:
 
 
 async def malformed(target: FaultTarget) -> None:
-    """Invalid bodies are refused in OpenAI's shape."""
+    """Send invalid bodies, and check that they are refused in OpenAI's format."""
     traffic = Traffic(target.model, ["Hello"], ["suffix"], 16, 3)
     client = Client(target.port, target.patience)
     for _ in range(400):
@@ -220,14 +220,14 @@ CLIENT_FAULTS: tuple[Callable[[FaultTarget], Awaitable[None]], ...] = (
 
 
 async def inject(target: FaultTarget, fault: Callable[[FaultTarget], Awaitable[None]]) -> None:
-    """Run the fault, then check that no request is left and the fixed request gets its reply."""
+    """Run the fault, then check that no request is active and that the fixed request gets its reply."""
     await fault(target)
     await target.idle()
     await target.probe()
 
 
 def killed(command: Sequence[str], patience: float = 60.0) -> None:
-    """Kill the server in the middle of streams: they break off, and a new server on the same port answers alike."""
+    """Kill the server during streams. Check that they break off, and that a new server gives the same replies."""
     port = free_port()
     with ServerProcess("server", command, port) as first:
         target = FaultTarget(port, first.model(), patience=patience)
@@ -246,9 +246,10 @@ def killed(command: Sequence[str], patience: float = 60.0) -> None:
 
 
 def terminated(command: Sequence[str], tokens: int, deadline: float, patience: float = 60.0) -> int:
-    """Send SIGTERM during 4 streams; return how many finished.
+    """Send SIGTERM during 4 streams. Return the number of streams that finished.
 
-    The others must end with an error event, new requests be refused, the exit code be 0 within `deadline` seconds.
+    The others must end with an error event, new requests must be refused, and the server must exit with code 0 within
+    `deadline` seconds.
     """
     with ServerProcess("server", command) as server:
         target = FaultTarget(server.port, server.model(), patience=patience)
@@ -272,6 +273,6 @@ def terminated(command: Sequence[str], tokens: int, deadline: float, patience: f
 
 
 def ends_with_error(found: Exchange) -> bool:
-    """Return whether a stream ended properly with an error as its last event before [DONE]."""
+    """Return True if a stream is complete and has an error as its last event before [DONE]."""
     data = [data for _, data in events(found.parts) if data != b"[DONE]"]
     return not found.error and bool(data) and "error" in json.loads(data[-1])

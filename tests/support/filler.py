@@ -1,4 +1,4 @@
-"""A toy that fills gaps in code."""
+"""A toy model with fill-in-the-middle tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|
 
 
 def filler() -> LLM:
-    """A random toy with the tokens for filling gaps."""
+    """Return a random toy with fill-in-the-middle tokens."""
     words = byte_level()
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
     backend.add_special_tokens(list(FIM))

@@ -122,7 +122,7 @@ _TEXT = ("echo", "best_of", "suffix")
 
 
 def _known(path: str) -> dict[str, Any]:
-    """Fields of a path."""
+    """Return valid fields for a path."""
     if not path.startswith("/v1"):
         return _NEEDED[path]
     others = _TEXT if path.endswith("chat/completions") else _CHAT
@@ -131,9 +131,9 @@ def _known(path: str) -> dict[str, Any]:
 
 @st.composite
 def _body(draw: Any, path: str) -> bytes:
-    """A few fields, most of them plausible, some odd; sometimes with bytes changed."""
+    """Draw a body with a few fields, most of them plausible. Sometimes change some of its bytes."""
     known = _known(path)
-    # Most bodies get their required field, so that the later checks are reached too.
+    # Most bodies get their required field, so that they reach the later checks.
     names = set(draw(st.lists(st.sampled_from(sorted(known)), max_size=4)))
     if draw(st.integers(0, 9)):
         names |= set(list(_NEEDED[path])[:1])
@@ -153,7 +153,7 @@ BODIES = {path: _body(path) for path in PATHS}
 
 
 def check_response(answer: Any) -> None:
-    """Check that a response is a reply or a client's error in the shape of its API; a stream may end with one."""
+    """Check that a response is a reply or a client error in the format of its API. A stream may end with an error."""
     path = answer.request.url.path
     assert answer.status_code in (200, 400, 403, 404), (answer.status_code, answer.text)
     if answer.status_code != 200 and path.startswith("/api/"):

@@ -1,4 +1,4 @@
-"""Model files that are nearly right: whole ones with a few random changes, read under limits of time and memory."""
+"""Nearly valid model files: valid files with a few random changes, read with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.random_heads import BLOCK, COMPACT, EAGLE3, EXIT, MEDUSA, hea
 from tests.support.tiny_families import FAMILIES, SIZES
 
 CASE_SECONDS, MEMORY = 5.0, 1 << 30
-"""The most CPU time that one file may take; the memory is beyond what the process held at the start."""
+"""Limits for one file: CPU seconds, and bytes in addition to the process's memory at the start."""
 
 _ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 4097, 2**24 + 1, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400),
@@ -52,12 +52,12 @@ _ODD: list[Any] = [
 
 
 class Hang(BaseException):
-    """A file took too long. No `except Exception` may swallow it."""
+    """A file took too long. This is a BaseException, so that no `except Exception` catches it."""
 
 
 @contextmanager
 def limits(seconds: float, memory: int) -> Iterator[None]:
-    """Raise `Hang` after `seconds` of CPU time, and let allocations fail beyond `memory` further bytes."""
+    """Raise `Hang` after `seconds` of CPU time, and make allocations fail beyond `memory` additional bytes."""
 
     def stop(*_: object) -> None:
         raise Hang
@@ -76,7 +76,7 @@ def limits(seconds: float, memory: int) -> Iterator[None]:
 
 
 def changed(rng: random.Random, document: Any) -> Any:
-    """A copy of a JSON document with one to three changes."""
+    """Return a copy of a JSON document with one to three changes."""
     whole = {"": deepcopy(document)}
     for _ in range(rng.choice((1, 1, 2, 3))):
         holder, key = rng.choice(list(_places(whole)))
@@ -95,7 +95,7 @@ def changed(rng: random.Random, document: Any) -> Any:
 
 
 def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (list or object, index or key) of a document."""
+    """Yield every (list or object, index or key) in a document."""
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         yield holder, key
         if isinstance(value, (dict, list)):
@@ -103,7 +103,7 @@ def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damaged(rng: random.Random, data: bytes, end: int) -> bytes:
-    """The bytes with a few changes before `end`, or cut off."""
+    """Return the bytes with a few changes before `end`, or truncated."""
     if rng.random() < 0.1:
         return data[: rng.randrange(len(data))]
     found = bytearray(data)
@@ -118,13 +118,13 @@ def damaged(rng: random.Random, data: bytes, end: int) -> bytes:
 
 
 def as_json(rng: random.Random, document: Any) -> bytes:
-    """A changed document as text, which now and then is damaged too."""
+    """Return a changed document as JSON text, which is sometimes damaged too."""
     text = json.dumps(changed(rng, document) if rng.random() < 0.9 else document).encode()
     return text if rng.random() < 0.9 or not text else damaged(rng, text, len(text))
 
 
 class Files:
-    """Whole files in a folder, and readers for them; `trial` damages one, reads it and puts it back."""
+    """Valid files in a folder, and readers for them. `trial` damages a file, reads it and restores it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -144,8 +144,11 @@ class Files:
         self._gguf.append((folder / "spm.gguf").read_bytes())
 
     def trial(self, rng: random.Random) -> str:
-        """One damaged file, read; returns what came of it. Raises `AssertionError` for all but a `PacelineError` of
-        one line."""
+        """Damage a file and read it. Return the outcome.
+
+        Raises:
+            AssertionError: For any error other than a `PacelineError` with a one-line message.
+        """
         kind = rng.choice([*[self._config] * 3, self._json, self._safetensors, *[self._header] * 2])
         path, data, read = kind(rng)
         whole = path.read_bytes() if path.exists() else None
@@ -220,14 +223,14 @@ _GGUF_KEYS = [
 
 
 def use(path: Path) -> None:
-    """Open a model, and where the native decoder runs it, write a few tokens with it."""
+    """Open a model. If the native decoder supports it, generate a few tokens."""
     checkpoint = open_checkpoint(resolve(path))
     config = native_config(checkpoint)
     eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
     checkpoint.tokenizer.encode("abc")
     if config is None:
         return
-    # The second as a GGUF's own codes are run.
+    # The second case runs the GGUF's own quantised weights.
     for dtype, tensors in (
         (torch.float32, checkpoint.tensors),
         (torch.bfloat16, Quantised(checkpoint.tensors, "int8")),
@@ -236,7 +239,7 @@ def use(path: Path) -> None:
 
 
 def _write_model(folder: Path) -> None:
-    """A Llama of two shards, with all other files that the loader reads."""
+    """Write a Llama with two shards and all other files that the loader reads."""
     folder.mkdir()
     config = replace(TINY, tied=False)
     raw = {

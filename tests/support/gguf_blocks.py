@@ -1,4 +1,4 @@
-"""Random matrices in the types of GGUF."""
+"""Random matrices in GGUF's types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
     **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
 }
-"""Type -> where a block has its halves, which random bytes must not make infinite."""
+"""Type -> offsets of the float16 scales in a block, which must not become infinite by random bytes."""
 
 
 def number(kind: str) -> gguf.GGMLQuantizationType:
@@ -21,7 +21,7 @@ def number(kind: str) -> gguf.GGMLQuantizationType:
 
 
 def random_blocks(kind: str, out: int, width: int, seed: int = 0) -> Tensor:
-    """Rows of random codes and scales, uint8 [out, bytes]."""
+    """Return rows with random values and scales, uint8 [out, bytes]."""
     size, count = gguf.GGML_QUANT_SIZES[number(kind)]
     noise = np.random.default_rng(seed)
     blocks = noise.integers(0, 256, (out * width // size, count), dtype=np.uint8)
@@ -35,6 +35,6 @@ def random_blocks(kind: str, out: int, width: int, seed: int = 0) -> Tensor:
 
 
 def stored(kind: str, out: int, width: int, seed: int = 0) -> tuple[Stored, Tensor]:
-    """A matrix, and its weights in float32."""
+    """Return a matrix and its weights in float32."""
     data = random_blocks(kind, out, width, seed)
     return Stored.of(data, int(number(kind)), width), torch.from_numpy(gguf.dequantize(data.numpy(), number(kind)))

@@ -1,4 +1,4 @@
-"""Tiny GGUF files: one random layer, or any fields and tensors."""
+"""Tiny GGUF files with one random layer, or with any fields and tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.support.lazy import transformers
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, FFN, VOCAB = 64, 4, 2, 96, 5
-"""Sizes of the files of `write_gguf`."""
+"""Sizes of the model that `write_gguf` writes."""
 
 
 def write_file(
     path: Path, arch: str, fields: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor | np.ndarray]]
 ) -> None:
-    """Write a file of these fields and tensors, in float32.
+    """Write a file with these fields and tensors, in float32.
 
     Args:
-        fields: By name without the architecture, but for "tokenizer." and "general.". None: left out.
-        tensors: An array of bytes is of codes of MXFP4.
+        fields: Fields by name. Names outside "tokenizer." and "general." have no architecture prefix. None is skipped.
+        tensors: Tensors by name. Byte arrays are stored as MXFP4.
     """
     writer = gguf.GGUFWriter(path, arch)
     for name, value in fields.items():
@@ -40,14 +40,14 @@ def write_file(
 
 
 def _type(value: Any) -> gguf.GGUFValueType:
-    """As converters store it: counts without a sign."""
+    """Return the GGUF type that converters use for a value. Integers are unsigned."""
     kind = gguf.GGUFValueType.get_type(value)
     unsigned = kind == gguf.GGUFValueType.INT32 and value >= 0
     return gguf.GGUFValueType.UINT32 if unsigned else kind
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Write all that the writer was given, and close its file."""
+    """Write the writer's contents and close its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -55,7 +55,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def config_fields(c: Any) -> dict[str, Any]:
-    """The fields that nearly every architecture has, of a config of transformers."""
+    """Return the fields that nearly every architecture has, from a transformers config."""
     rope = c.rope_parameters.get("full_attention", c.rope_parameters)
     return {
         **{"block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings},
@@ -68,7 +68,7 @@ def config_fields(c: Any) -> dict[str, Any]:
 
 
 def rope_scaling_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of positions that are stretched; empty for others."""
+    """Return the fields of RoPE scaling, or {} without scaling."""
     if rope["rope_type"] not in ("linear", "yarn"):
         return {}
     return {
@@ -78,7 +78,7 @@ def rope_scaling_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_tensors(config: Any) -> Iterator[tuple[str, Tensor]]:
-    """The factors of positions that are stretched by dimension, of a config of transformers."""
+    """Yield the tensors with RoPE factors per dimension, from a transformers config."""
     rope = config.rope_parameters
     if rope.get("rope_type") == "longrope":
         yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
@@ -96,7 +96,7 @@ def _names(arch: str) -> gguf.TensorNameMap:
 
 
 def stored_name(arch: str, name: str) -> str:
-    """The name of a tensor in files, by the gguf library's table."""
+    """Return the name of a tensor in GGUF files, from the gguf library's table."""
     stored = _names(arch).get_name(name, (".weight", ".bias"))
     assert stored, name
     return stored
@@ -105,7 +105,7 @@ def stored_name(arch: str, name: str) -> str:
 def write_gguf(
     path: Path, arch: str = "llama", tied: bool = True, kind: Q = Q.F32, **extra: Any
 ) -> dict[str, np.ndarray]:
-    """Write a model of one layer; returns its tensors by GGUF name. `extra`: layers, fields, tokens, tensors."""
+    """Write a model with one layer. Return its tensors by GGUF name. `extra`: layers, fields, tokens, tensors."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(extra.pop("layers", 1))
     writer.add_context_length(256)

@@ -1,7 +1,7 @@
-"""Logits of tiny models, computed by transformers in float64 and kept in tests/golden: compared without transformers.
+"""Logits of tiny models, computed by transformers in float64 and stored in tests/golden. Tests need no transformers.
 
-`python -m tests.support.golden [CASE ...]` writes the files. A file holds no weights: these follow from the names and
-shapes of the tensors, on both sides.
+`python -m tests.support.golden [CASE ...]` writes the files. A file contains no weights. Both sides compute them from
+the names and shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Golden:
-    """The model of a case, a text, and the logits that transformers computes at some of its positions.
+    """The model of a case, a text, and transformers' logits at some positions of the text.
 
     Attributes:
-        transformers: The version.
+        transformers: Version of transformers.
         config: config.json as transformers writes it.
         shapes: Names in model.safetensors -> shapes.
         text: Token ids.
-        logits: Position -> logits, of six digits.
-        bfloat16: Relative error of transformers' logits of the first 60 tokens in bfloat16, of the cases in `ROUNDED`.
+        logits: Position -> logits with six digits.
+        bfloat16: Relative error of transformers' bfloat16 logits for the first 60 tokens, for the cases in `ROUNDED`.
     """
 
     transformers: str
@@ -56,13 +56,13 @@ class Golden:
 
 
 def path_of(case: str) -> Path:
-    """The file of a case."""
+    """Return the path of a case's file."""
     return FOLDER / (re.sub("[^a-z0-9.]+", "-", case) + ".json.gz")
 
 
 @cache
 def read(case: str) -> Golden:
-    """The golden file of a case."""
+    """Read the golden file of a case."""
     document = json.loads(gzip.decompress(path_of(case).read_bytes()))
     return Golden(**document | {"logits": {int(at): row for at, row in document["logits"].items()}})
 
@@ -75,18 +75,18 @@ def weights(shapes: Shapes, config: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _weight(name: str, shape: Sequence[int], adds_one: bool) -> Tensor:
     mean, spread = _law(name, len(shape), adds_one)
-    # Uniform: a normal distribution takes logarithms, whose last bits are the processor's.
+    # Uniform, because a normal distribution needs logarithms, whose last bits depend on the processor.
     unit = torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(crc32(name.encode())))
     return (mean + spread * 3**0.5 * (2 * unit - 1)).float()
 
 
 def _law(name: str, dimensions: int, adds_one: bool) -> tuple[float, float]:
-    """Mean and deviation. Norms and biases are random too: at their usual start an exchange would go unseen."""
+    """Return mean and deviation. Norms and biases are random too, because equal values would hide an exchange."""
     if name.endswith("A_log"):
         return 1.0, 0.6
     if name.endswith(("expert_bias", "correction_bias")) or ("conv" in name and dimensions == 3):
         return 0.0, 0.3
-    if name.endswith("_bias") and dimensions == 2:  # of gpt-oss's experts, beyond what its SwiGLU clamps
+    if name.endswith("_bias") and dimensions == 2:  # gpt-oss's experts: beyond the bounds at which its SwiGLU clamps
         return 0.0, 4.0
     if dimensions == 1 or "norm" in name:
         return float(not adds_one or "linear_attn.norm" in name), 0.1 if name.endswith("layer_scalar") else 0.3
@@ -95,35 +95,35 @@ def _law(name: str, dimensions: int, adds_one: bool) -> tuple[float, float]:
 
 @cache
 def decoder(case: str, dtype: torch.dtype = torch.float64) -> Decoder:
-    """The native decoder of a case."""
+    """Return the native decoder of a case."""
     return decoder_of(read(case), dtype)
 
 
 def decoder_of(golden: Golden, dtype: torch.dtype = torch.float64) -> Decoder:
-    """The native decoder with the weights of a golden file."""
+    """Return the native decoder with the weights of a golden file."""
     return Decoder(read_config(golden.config), tensors_of(golden), dtype, CPU)
 
 
 def tensors_of(golden: Golden) -> Mapping[str, Tensor]:
-    """The weights of a golden file, by the names of the native decoder."""
+    """Return the weights of a golden file, by the native decoder's names."""
     return translated(golden.config, weights(golden.shapes, golden.config))
 
 
 @cache
 def reference(case: str, dtype: torch.dtype = torch.float64) -> Any:
-    """transformers' model of a case, which reads the same weights from a folder."""
+    """Return transformers' model of a case. It reads the same weights from a folder."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(read(case).config))
         return _reference(Path(folder), read(case).shapes, dtype)
 
 
 def models(case: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Decoder]:
-    """transformers' model of a case and the native decoder."""
+    """Return transformers' model of a case and the native decoder."""
     return reference(case, dtype), decoder(case, dtype)
 
 
 def _reference(folder: Path, shapes: Shapes, dtype: torch.dtype) -> Any:
-    """transformers' model of a folder that has a config and gets weights."""
+    """Write weights to a folder that has a config, and return transformers' model of it."""
     config = json.loads((folder / "config.json").read_text())
     save_file(weights(shapes, config), folder / "model.safetensors", {"format": "pt"})
     model, report = _transformers().AutoModelForCausalLM.from_pretrained(
@@ -142,7 +142,7 @@ def _transformers() -> Any:
 
 
 def made(case: str) -> Golden:
-    """The golden file of a case, made anew."""
+    """Compute the golden file of a case with transformers."""
     transformers = _transformers()
     config = transformers.AutoConfig.for_model(**deepcopy(CASES[case]))
     with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +159,7 @@ def made(case: str) -> Golden:
 
 
 def length(case: str) -> int:
-    """The length of the text of a case: past windows and past the rings that hold them, or past chunks of states."""
+    """Return the length of a case's text. It exceeds windows and their ring buffers, or chunks of states."""
     return 1110 if case in (*WINDOWED, *GEMMA4) else 150 if case in HYBRIDS else 70
 
 

@@ -1,4 +1,4 @@
-"""Greedy replies of transformers' `generate` with its logits processors, kept in tests/golden/replies.json.
+"""Greedy replies of transformers' `generate` with its logits processors, stored in tests/golden/replies.json.
 
 `python -m tests.support.golden_replies` writes the file.
 """
@@ -61,20 +61,20 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 @cache
 def decoder(dtype: torch.dtype) -> Decoder:
-    """The model that replies."""
+    """Return the native decoder of the model."""
     return Decoder(_config(), _tensors(), dtype, torch.device("cpu"))
 
 
 @cache
 def replies() -> dict[str, list[list[int]]]:
-    """Knobs by name -> the reply to each prompt."""
+    """Return name of the settings -> the reply to each prompt."""
     found: dict[str, list[list[int]]] = json.loads(FILE.read_text())
     return found
 
 
 @torch.inference_mode()
 def made(dtype: torch.dtype) -> dict[str, list[list[int]]]:
-    """`replies`, made anew by transformers."""
+    """Compute `replies` with transformers."""
     import transformers
 
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).eval().to(dtype)
@@ -95,6 +95,6 @@ def made(dtype: torch.dtype) -> dict[str, list[list[int]]]:
 
 
 if __name__ == "__main__":
-    lines = [f"  {json.dumps(name)}: {json.dumps(said)}" for name, said in made(torch.float64).items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(tokens)}" for name, tokens in made(torch.float64).items()]
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

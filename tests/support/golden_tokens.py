@@ -1,4 +1,4 @@
-"""Tokens of the demo model by transformers' reading of its file, kept in tests/golden/demo-tokens.json.
+"""Tokens of the demo model, as transformers reads its file, stored in tests/golden/demo-tokens.json.
 
 `python -m tests.support.golden_tokens` writes the file.
 """
@@ -19,19 +19,20 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 @cache
 def tokens() -> dict[str, Any]:
-    """The results of `made`."""
+    """Return the stored results of `made`."""
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
 
 
 def digest(vocabulary: dict[str, int]) -> str:
-    """The SHA-256 of a vocabulary."""
+    """Return the SHA-256 of a vocabulary."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def made(path: Path) -> dict[str, Any]:
-    """Facts of a GGUF's tokenizer, by transformers' own code for vocabulary, merges and special tokens, once it is told
-    of SmolLM2's digit splitting, which its GGUF code leaves out.
+    """Read a GGUF's tokenizer with transformers' own code for vocabulary, merges and special tokens.
+
+    Its GGUF code omits SmolLM2's digit splitting, which this function adds.
 
     Returns:
         The SHA-256 of the vocabulary, its special ids, ids and decoded text of each awkward text, and a chat.

@@ -1,4 +1,4 @@
-"""Grammars to try, what their replies must be, and rows of them."""
+"""Grammars for tests, checks of their replies, and matchers."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def how(grammar: Grammar, temperature: float, **more: Any) -> Sampling:
     return Sampling(max_new_tokens=240, temperature=temperature, seed=5, grammar=grammar, **more)
 
 
-def alone(llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The reply without any draft."""
+def undrafted(llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the reply without drafts."""
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "forced", lambda self, prefix, limit: [])
         out = llm.generate("Hi", sampling)
@@ -108,7 +108,7 @@ def alone(llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 class Unruly(Oracle):
-    """An oracle whose drafts go on after the end, with whatever comes."""
+    """An oracle whose drafts continue with arbitrary tokens after the end of the reply."""
 
     def __init__(self, text: Sequence[int], accuracy: float) -> None:
         super().__init__([*text, END, 7, 8, END, 9, END, END], accuracy, SIZE)
@@ -132,7 +132,7 @@ DRAFTERS: dict[str, tuple[Callable[[LLM, Sequence[int]], Drafter], DraftBudget]]
     "another model": (draft_model(lambda llm: speaker(WORDS, seed=8)), DraftBudget(8, 3, 2)),
     "another vocabulary": (draft_model(lambda llm: renumbered(WORDS, seed=8)), DraftBudget.chain(3)),
 }
-"""Name -> the drafter for a model whose reply is known, and what it drafts."""
+"""Name -> function from a model and its known reply to a drafter, and the draft budget."""
 
 
 def matcher(grammar: Grammar, words: Tokenizer = WORDS, **more: Any) -> Matcher:
@@ -141,6 +141,6 @@ def matcher(grammar: Grammar, words: Tokenizer = WORDS, **more: Any) -> Matcher:
 
 
 def allowed(rows: Matcher, text: Sequence[int], path: Sequence[int] = (), size: int = SIZE) -> set[int]:
-    """What may follow; the text is all reply."""
+    """Return the tokens that may follow a text and a path. The whole text is the reply."""
     row = rows(Prefix(list(text), path, 0), torch.zeros(size, dtype=torch.float64))
     return set(torch.nonzero(row == 0)[:, 0].tolist())

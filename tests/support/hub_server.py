@@ -1,4 +1,4 @@
-"""The hub's API over a few files, on 127.0.0.1: listings, metadata, downloads with ranges, and failures."""
+"""A fake hub on 127.0.0.1 with a few files: listings, metadata, downloads with ranges, and failures."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ COMMIT = "c" * 40
 
 
 class Hub:
-    """`repositories`: name -> file -> content. `requests`: (method, path, Range header) of each request.
-    `authorizations`: the Authorization headers of all.
+    """State of the fake hub.
 
-    `cut`: number of bytes after which a download ends, once. `damaged`: the content that is sent differs from the hash.
+    Attributes:
+        repositories: Name -> file -> content.
+        requests: (method, path, Range header) of each request.
+        authorizations: Authorization headers of all requests.
+        cut: Number of bytes after which the next download breaks off, or None.
+        damaged: True to send content that does not match its hash.
     """
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]) -> None:
@@ -47,7 +51,7 @@ class Hub:
         return found
 
     def downloads(self) -> list[str | None]:
-        """The Range header of each download of a GGUF file."""
+        """Range header of each download of a GGUF file."""
         return [span for method, path, span in self.requests if method == "GET" and path.endswith(".gguf")]
 
 
@@ -112,7 +116,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def hub_server(repositories: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
-    """Serves these repositories until the block is left."""
+    """Serve these repositories until the block ends."""
     hub = Hub(repositories)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True

@@ -1,7 +1,7 @@
-"""Random hybrids of a few thousand weights.
+"""Random hybrids with a few thousand weights.
 
-They have Gated DeltaNet below and above gated attention, or Mamba-2: without attention, next to attention, and below a
-layer with only an MLP.
+They have Gated DeltaNet layers below and above gated attention, or Mamba-2 layers without attention, next to attention,
+and below a layer with only an MLP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HYBRID = replace(
 
 
 def hybrid_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """Normally distributed weights by Hugging Face name."""
+    """Return normally distributed weights by Hugging Face name."""
     draw, c, d = torch.Generator().manual_seed(seed), HYBRID, DELTA
     tensors, values = random_tensors(c, seed, 0.3), d.heads * d.value_dim
     for i, layer in enumerate(c.plan):
@@ -87,15 +87,15 @@ def mamba_tensors(seed: int = 0) -> dict[str, Tensor]:
 
 
 def tiny_mamba(seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
-    """A hybrid with Mamba-2."""
+    """Return a hybrid with Mamba-2."""
     return Decoder(MAMBA_HYBRID, mamba_tensors(seed), dtype, torch.device("cpu"))
 
 
 def tiny_hybrid(seed: int = 0, dtype: torch.dtype = torch.float64) -> Decoder:
-    """A hybrid in float64, so that rounding does not matter."""
+    """Return a hybrid in float64, so that rounding does not matter."""
     return Decoder(HYBRID, hybrid_tensors(seed), dtype, torch.device("cpu"))
 
 
 def text(count: int, seed: int = 1) -> list[int]:
-    """Random tokens of the hybrids."""
+    """Return random tokens for the hybrids."""
     return torch.randint(1, 37, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

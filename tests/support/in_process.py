@@ -1,4 +1,4 @@
-"""An ASGI application in an event loop of its own thread, and an HTTP transport that calls it without a socket."""
+"""An ASGI application in the event loop of a separate thread, and an HTTP transport that calls it without a socket."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.server.listen import Connection
 
 HOST = "127.0.0.1"
 _GRACE = 2
-"""Seconds that requests have to end when the application is stopped."""
+"""Seconds for requests to end when the application stops."""
 _log = logging.getLogger(__name__)
 
 
@@ -74,7 +74,7 @@ class AppThread:
         task.add_done_callback(self._requests.discard)
 
     def listen(self, connections: int | None = None) -> int:
-        """Answer on a free port too, and return it. `connections`: how many there may be, less one."""
+        """Also listen on a free port, and return it. `connections` is the maximum number of connections plus 1."""
         config = uvicorn.Config(
             self.app,
             http=Connection,
@@ -86,7 +86,9 @@ class AppThread:
             timeout_graceful_shutdown=_GRACE,
         )
         listener = socket.create_server((HOST, 0))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a client that does not read is soon noticed
+        listener.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16
+        )  # makes the server notice quickly that a client does not read
         port: int = listener.getsockname()[1]
         self._server = uvicorn.Server(config)
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([listener]), self.loop)
@@ -106,8 +108,8 @@ class AppThread:
 class AppTransport(httpx.BaseTransport):
     """Delivers a response message by message, while the application still writes it.
 
-    To close a response earlier is to leave: the application receives `http.disconnect`, and what it sends then is
-    dropped, as under uvicorn.
+    Closing a response early means that the client disconnects: the application receives `http.disconnect`, and later
+    messages are dropped, as with uvicorn.
     """
 
     def __init__(self, thread: AppThread) -> None:
@@ -128,7 +130,7 @@ class Exchange(httpx.SyncByteStream):
     """One request, and the body of its response."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, body: list[bytes], timeout: float | None) -> None:
-        """`timeout`: seconds to wait for each message."""
+        """Create an exchange that waits at most `timeout` seconds for each message."""
         self._loop, self._body, self._timeout = loop, body, timeout
         self._sent: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._over = asyncio.Event()
@@ -158,7 +160,7 @@ class Exchange(httpx.SyncByteStream):
             self._sent.put(None)
 
     def next(self) -> dict[str, Any] | None:
-        """Return the application's next message, None after its last."""
+        """Return the application's next message, or None after the last message."""
         try:
             return self._sent.get(timeout=self._timeout)
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""Errors raised at a chosen moment: at the n-th call or line within Paceline's own code."""
+"""Errors at a chosen moment: at the n-th call or line in Paceline's own code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SOURCE = str(Path(paceline.__file__).parent)
 
 @dataclass
 class Moments:
-    """Moments that have passed."""
+    """Counter of the moments so far."""
 
     count: int = 0
 
@@ -26,16 +26,16 @@ class Moments:
 def _leaves_context(frame: FrameType) -> bool:
     """Return True if the line begins a `with`, which is traced again before the block's end.
 
-    No interrupt arrives there: Python looks for signals after calls and at jumps back.
+    No interrupt arrives there, because Python checks for signals after calls and at backward jumps.
     """
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 @contextmanager
 def raising(error: BaseException | None, moment: int, lines: bool) -> Iterator[Moments]:
-    """Context whose thread raises `error` at the moment of this number (1 is the first), and no further errors.
+    """Raise `error` once in this thread, at the moment with this number (1 is the first).
 
-    `lines`: every line is a moment, as for an interrupt; otherwise every call.
+    If `lines` is True, every line is a moment, as for an interrupt. Otherwise, every call is a moment.
     """
     passed = Moments()
 

@@ -1,4 +1,4 @@
-"""Kernels of other instruction sets than the best. `python -m tests.support.instruction_sets` compiles all of them."""
+"""Kernels for all instruction sets, not only the best. `python -m tests.support.instruction_sets` compiles them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.kernels.cpu.toolchain import InstructionSet
 from paceline.sampling import noise
 
 FUSED = [SETS[name] for name in available() if name not in ("portable", "sse4")]
-"""Sets of this processor with fused multiply-adds, whose bits are the same."""
+"""Instruction sets of this processor with fused multiply-adds, which compute the same bits."""
 
 
 def _emulated() -> list[InstructionSet]:
-    """Return the instructions that this processor lacks, in plain C++, and always the largest set."""
+    """Return the instruction sets that this processor lacks, emulated in plain C++, and always the largest set."""
     names = ("avxvnni", "avx512", "avx512vnni", "avx512bf16")
     header = str(Path(__file__).parents[1] / "kernels" / "emulated.h")
     return [
@@ -34,19 +34,19 @@ def _emulated() -> list[InstructionSet]:
 
 EMULATED = _emulated() if "avx2" in available() else []
 
-# SSE 4.1 has no fused multiply-add: with it, its code stands for other processors' of 16 bytes.
+# SSE 4.1 has no fused multiply-add. With it, its code represents other processors' code with 16-byte vectors.
 SAME_BITS = [*([InstructionSet("sse4-fma", ("-mfma", "-O1"))] if "avx2" in available() else []), *FUSED]
-"""Sets that this processor runs, with the same bits."""
+"""Instruction sets that this processor runs and that compute the same bits."""
 
 
 @contextmanager
 def using(instructions: InstructionSet) -> Iterator[None]:
-    """Context that makes models with the kernels for these instructions."""
+    """Create models with the kernels for these instructions inside the context."""
     lib = build.library() and loaded(library_for(instructions))
     with pytest.MonkeyPatch.context() as patch:
         if lib:
             patch.setattr(build, "_found", update_wrapper(lambda: lib, build._found.__wrapped__))
-        # These keep a function of a library.
+        # These cache a function of a library.
         for kept in (noise._native, delta._run):
             patch.setattr(sys.modules[kept.__module__], kept.__name__, cache(kept.__wrapped__))
         yield

@@ -1,6 +1,6 @@
-"""A compiler for wheels, named in CXX: it copies the library that the cache has for the same instruction set.
+"""A fake compiler for wheels, set in CXX: it copies the library for the same instruction set from the cache.
 
-A wheel has the libraries that the tests of instruction sets have compiled already. A library that the cache lacks is
+The tests of instruction sets have usually compiled these libraries already. If a library is not in the cache, it is
 compiled there first.
 """
 

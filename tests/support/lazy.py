@@ -1,4 +1,4 @@
-"""Large libraries, imported where a test first uses them: not by every worker that collects tests."""
+"""Large libraries, imported when a test first uses them, so that workers that only collect tests do not import them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 
 
 class Lazy:
-    """A module that is imported when something of it is used; skips the test where it is not installed."""
+    """A module that is imported on first use. If it is not installed, the test is skipped."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # pytest asks each name of a module for `__bases__` and `_mock_name`
+        if attribute.startswith("_"):  # pytest looks up `__bases__` and `_mock_name` in each name of a module
             raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name), attribute)
 

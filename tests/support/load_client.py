@@ -1,6 +1,6 @@
 """A lean HTTP client for an OpenAI-compatible server, and a closed loop of such clients.
 
-It shares the machine with the server under test, so it only stores bytes and times; they are parsed afterwards.
+The client shares the machine with the server under test, so it only stores bytes and times. They are parsed afterwards.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ HOST = "127.0.0.1"
 
 @dataclass(slots=True)
 class Exchange:
-    """A response as it arrived, times by `time.perf_counter`. `status`: 0 where none came. `left`: the client hung up
-    before the end."""
+    """A response as it arrived, with times from `time.perf_counter`.
+
+    `status` is 0 without a response. `left` is True if the client disconnected before the end.
+    """
 
     began: float
     status: int = 0
@@ -41,18 +43,18 @@ OnPart = Callable[[Exchange], Awaitable[bool]]
 
 
 class Client:
-    """One kept-alive connection, one request at a time."""
+    """A keep-alive connection for one request at a time."""
 
     def __init__(self, port: int, timeout: float = 600.0) -> None:
-        """`timeout`: seconds per request."""
+        """Create a client with a timeout in seconds per request."""
         self._port, self._timeout = port, timeout
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def ask(self, path: str, body: bytes | None = None, on_part: OnPart | None = None) -> Exchange:
-        """POST a JSON body, or GET without one. The server's failures end up in `Exchange.error`.
+        """POST a JSON body, or GET without one. Failures of the server are stored in `Exchange.error`.
 
-        `on_part` is awaited after each part that arrives; if it returns True, the client hangs up.
+        `on_part` is awaited after each part that arrives; if it returns True, the client disconnects.
         """
         found = Exchange(time.perf_counter())
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {HOST}:{self._port}\r\n"
@@ -75,7 +77,7 @@ class Client:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             if not kept or getattr(error, "partial", b""):
                 raise
-            self.close()  # the server may hang up between requests
+            self.close()  # the server may disconnect between requests
             reader = await self._send(request, found)
         async for data in read_body(reader, found.headers):
             found.parts.append((time.perf_counter(), data))
@@ -98,14 +100,14 @@ class Client:
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Read status and headers, names in lower case. Raises `EOFError`, `ValueError`."""
+    """Read the status and the headers, with names in lower case. Raise `EOFError` or `ValueError` on failure."""
     line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (text.partition(":") for text in lines if text)
     return int(line.split()[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 async def read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. Raises `EOFError` if it breaks off, `ValueError`."""
+    """Yield the body as it arrives. Raise `EOFError` if it breaks off, and `ValueError` if it is not valid."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int(await reader.readline() or _broken(), 16):
             data = await reader.readexactly(size + 2)
@@ -124,8 +126,11 @@ def _broken() -> bytes:
 
 @dataclass(slots=True)
 class Reply:
-    """A parsed reply. `texts`: arrival times of text. `error`: why the reply is invalid, "" if it is valid.
-    `speculation`: the server's statistics in `usage`."""
+    """A parsed reply.
+
+    `texts` are the arrival times of text. `error` is the reason if the reply is invalid, or "". `speculation` is the
+    server's statistics in `usage`.
+    """
 
     began: float
     ended: float
@@ -154,7 +159,7 @@ class Reply:
         return [b - a for a, b in zip(self.texts, self.texts[1:], strict=False)]
 
     def within(self, begin: float, end: float) -> float:
-        """Return the tokens between two times, spread evenly over the texts."""
+        """Return the number of tokens between two times, with tokens spread evenly over the texts."""
         return self.tokens * sum(begin <= t < end for t in self.texts) / len(self.texts) if self.texts else 0.0
 
 
@@ -217,10 +222,10 @@ def _take(reply: Reply, said: dict[str, Any], when: float) -> None:
 
 @dataclass(slots=True)
 class Load:
-    """Result of a closed loop. `replies`: in the requests' order.
+    """Result of a closed loop. `replies` are in the order of the requests.
 
-    `full`: when the last client started. `dry`: when a client first found no request left; between the two all clients
-    are busy. `client_seconds`: CPU time of the clients. `wall`: seconds in all.
+    `full` is the time when the last client started, and `dry` the time when a client first found no request left. All
+    clients are busy between the two. `client_seconds` is the CPU time of the clients, and `wall` the total time.
     """
 
     replies: list[Reply]
@@ -231,7 +236,7 @@ class Load:
 
     @property
     def speed(self) -> float:
-        """Tokens per second while all clients were busy, NaN if they never were."""
+        """Tokens per second while all clients were busy, or NaN if they never were."""
         if self.dry <= self.full:
             return math.nan
         return sum(r.within(self.full, self.dry) for r in self.replies) / (self.dry - self.full)
@@ -240,9 +245,9 @@ class Load:
 async def closed_loop(
     port: int, path: str, bodies: Sequence[bytes], clients: int, spacing: float = 0.0, timeout: float = 600.0
 ) -> Load:
-    """Send all `bodies` from `clients` clients, each taking the next request as soon as it is answered.
+    """Send all `bodies` from `clients` clients. Each client sends its next request when its previous one is answered.
 
-    `spacing`: seconds between the starts of two clients.
+    `spacing` is the number of seconds between the starts of two clients.
     """
     exchanges: list[Exchange | None] = [None] * len(bodies)
     waiting = iter(enumerate(bodies))

@@ -1,4 +1,4 @@
-"""Logits of the native decoder in chunks and through trees, and the right ones to compare them with."""
+"""Logits of the native decoder in chunks and in trees, and the reference logits to compare them with."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TREE = Draft((7, 8, 9, 10, 11, 12, 7, 8), (0, 0, 1, 1, 2, 3, 4, 6))
 
 
 def text(length: int) -> list[int]:
-    """The first tokens of one random text."""
+    """Return the first tokens of a fixed random text."""
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def feed(target: Decoder, cache: KVCache, slot: int, tokens: list[int]) -> torch.Tensor:
-    """Commit a chunk; its logits [T, V]."""
+    """Run and commit a chunk. Return its logits [T, V]."""
     rows = pack_prefix(tokens, slot, cache.lengths[slot], CPU)
     out = target.forward(rows, cache, Want())
     cache.commit(rows, [range(1, len(tokens))])
@@ -33,14 +33,14 @@ def feed(target: Decoder, cache: KVCache, slot: int, tokens: list[int]) -> torch
 
 
 def verify(target: Decoder, cache: KVCache, slot: int, last: int, draft: Draft) -> torch.Tensor:
-    """Logits of the last token and of the draft's nodes after it, which are not committed."""
+    """Return the logits of the last token and of the draft's nodes, without committing the nodes."""
     rows = pack([last], [draft], [slot], [cache.lengths[slot]], CPU)
     return target.forward(rows, cache, Want()).logits[0]
 
 
 @torch.inference_mode()
 def expected(model: Any, tokens: list[int]) -> torch.Tensor:
-    """Logits [T, V] of a text from its beginning, without drafts: of transformers' model, or of the native decoder."""
+    """Return logits [T, V] of a whole text without drafts, from a transformers model or a native decoder."""
     if isinstance(model, Decoder):
         return in_chunks(model, tokens, range(PREFILL_ROWS, len(tokens), PREFILL_ROWS))
     logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
@@ -48,14 +48,14 @@ def expected(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def in_chunks(target: Decoder, tokens: list[int], cuts: Sequence[int]) -> torch.Tensor:
-    """Logits [T, V] of a text fed in chunks that end at `cuts` and at its end."""
+    """Return logits [T, V] of a text in chunks that end at `cuts` and at its end."""
     cache = target.new_cache()
     slot = cache.acquire(len(tokens))
     return torch.cat([feed(target, cache, slot, tokens[a:b]) for a, b in itertools.pairwise((0, *cuts, len(tokens)))])
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The norm of the difference by the norm of what is right."""
+    """Return the norm of the difference relative to the norm of `theirs`."""
     return float((ours - theirs).norm() / theirs.norm())
 
 
@@ -66,7 +66,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def chunks_and_tokens(target: Decoder, tokens: list[int], cuts: Sequence[int]) -> torch.Tensor:
-    """Logits [T, V] of a text fed in chunks that end at `cuts`, then token by token."""
+    """Return logits [T, V] of a text in chunks that end at `cuts`, then token by token."""
     cache = target.new_cache()
     slot = cache.acquire(len(tokens))
     logits = [feed(target, cache, slot, tokens[a:b]) for a, b in itertools.pairwise((0, *cuts))]
@@ -78,7 +78,7 @@ def chunks_and_tokens(target: Decoder, tokens: list[int], cuts: Sequence[int]) -
 
 
 def check_chunks(theirs: Any, ours: Decoder, length: int, cuts: Sequence[int]) -> None:
-    """Check that logits of a text fed in chunks that end at `cuts`, then token by token, equal transformers' logits."""
+    """Check that logits in chunks that end at `cuts`, and then token by token, equal transformers' logits."""
     tokens = text(length)
     assert_close(chunks_and_tokens(ours, tokens, cuts), expected(theirs, tokens))
 
@@ -86,10 +86,10 @@ def check_chunks(theirs: Any, ours: Decoder, length: int, cuts: Sequence[int]) -
 def check_drafts(
     theirs: Any, ours: Decoder, cache: KVCache, slot: int, tokens: list[int], rows: tuple[int, ...]
 ) -> None:
-    """Check these nodes of a tree, then a chain on top of a committed branch of it.
+    """Check these nodes of a tree, then a chain after a committed branch of the tree.
 
     Args:
-        theirs: Its plain logits are the right ones: transformers' model, or `ours`.
+        theirs: Model with the reference logits: transformers' model, or `ours`.
     """
     whole = pack([5], [TREE], [slot], [cache.lengths[slot]], CPU)
     logits = ours.forward(whole, cache, Want()).logits[0]
@@ -104,7 +104,7 @@ def check_drafts(
 
 
 def check_path(theirs: Any, ours: Decoder, length: int) -> None:
-    """Check drafts after a text of this number of tokens, fed in one chunk."""
+    """Check drafts after a text with this number of tokens, in one chunk."""
     tokens, cache = text(length), ours.new_cache()
     slot = cache.acquire(length)
     feed(ours, cache, slot, tokens)
@@ -112,7 +112,7 @@ def check_path(theirs: Any, ours: Decoder, length: int) -> None:
 
 
 def check_ring(theirs: Any, ours: Decoder) -> None:
-    """Check logits and drafts beyond the columns that a ring of a sliding layer holds: it has wrapped."""
+    """Check logits and drafts after the ring buffer of a sliding-window layer has wrapped."""
     tokens, cache = text(1110), ours.new_cache()
     slot = cache.acquire()
     parts = [feed(ours, cache, slot, tokens[start : start + PREFILL_ROWS]) for start in range(0, 1110, PREFILL_ROWS)]

@@ -1,4 +1,4 @@
-"""Adapters that PEFT writes, with random weights, on a tiny Llama."""
+"""Adapters with random weights for a tiny Llama, written by PEFT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def base_model(path: Path, *, tied: bool = False, seed: int = 0, **changes: Any) -> Any:
-    """A tiny Llama with biases, and its folder."""
+    """Create a tiny Llama with biases and save it to `path`."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(**(SIZES | {"attention_bias": True} | changes), tie_word_embeddings=tied)
     model = transformers.LlamaForCausalLM(config).eval()
@@ -43,7 +43,7 @@ def save_tokenizer(path: Path) -> None:
 
 
 def train(model: Any, path: Path, **options: Any) -> Any:
-    """An adapter whose every trained tensor is random, saved to `path`; the model with it on top."""
+    """Save an adapter with random trained tensors to `path`. Return the model with the adapter."""
     adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options)).eval()
     torch.manual_seed(1)
     for parameter in adapted.parameters():

@@ -1,4 +1,4 @@
-"""Prompts for the tiny mixtures of experts and models of latent attention, and what these write without a drafter."""
+"""Prompts for tiny models with experts or latent attention, and their replies without a drafter."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ _MIMO = (
         for x in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
     ),
 )
-"""Names of the layer, and of the projection, the norms before it and the norm after the layer."""
+"""Tensor names of the layer, the projection, the norms before the projection, and the norm after the layer."""
 _NAMES = {"deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "mimo": _MIMO}
 
 
 class Reference:
-    """A random layer of the same kind as a model's last attention layer, with that model, in float64."""
+    """A random model in float64, and a random layer of the same kind as its last attention layer."""
 
     def __init__(self, case: str) -> None:
         self.model, self.target = models("qwen2" if case == "mimo" else case)
@@ -60,7 +60,7 @@ class Reference:
                 module.config._attn_implementation = "eager"
 
     def tensors(self, stacked: bool = False) -> dict[str, Tensor]:
-        """Tensors by their names in the family's files. GLM-4.5's files repeat embedding and head.
+        """Return tensors by their names in the family's files. GLM-4.5's files repeat embedding and head.
 
         `stacked`: stack the experts, as transformers does.
         """
@@ -87,7 +87,7 @@ class Reference:
         self.model.save_pretrained(folder)
         both = load_file(folder / "model.safetensors") | self.tensors()
         save_file({name: x.detach().clone() for name, x in both.items()}, folder / "model.safetensors")
-        if self.kind == "mimo":  # which transformers does not have: it is a Qwen2
+        if self.kind == "mimo":  # transformers has no MiMo, but it is a Qwen2
             config = json.loads((folder / "config.json").read_text())
             named = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
             (folder / "config.json").write_text(json.dumps(config | named))
@@ -95,8 +95,10 @@ class Reference:
 
     @torch.no_grad()
     def after_path(self, text: Sequence[int], path: Sequence[int], head: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(logits [V], what they are made of [H]) after a text and the drafted tokens that follow it. `head`: in the
-        place of the model's own."""
+        """Return logits [V], and the states [H] behind them, after a text and the drafted tokens that follow it.
+
+        `head` replaces the model's own head.
+        """
         tap = self.target.layers if self.kind == "mimo" else "final"
         hidden = final_states(self.target, text[:-1], tap)
         tokens, out = list(text[1:]), self.step(text[1:], hidden)
@@ -107,7 +109,7 @@ class Reference:
         return (self.model.lm_head.weight if head is None else head) @ out[-1], out[-1]
 
     def step(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
-        """What the layer makes of rows 0, 1, ... of a text [n, H]."""
+        """Return the layer's output for all rows of a text [n, H]."""
         n = len(tokens)
         embedded = self.model.model.embed_tokens(torch.tensor(tokens))
         both = [self.before[0](embedded), self.before[1](hidden)]
@@ -122,7 +124,7 @@ class Reference:
 
 
 def final_states(target: Decoder, text: Sequence[int], tap: Tap = "final") -> Tensor:
-    """Return the input [n, H] of the target's head at every position of a text, or of its last norm (see `tap`)."""
+    """Return the input [n, H] of the target's head at every position of a text, or of its last norm, see `tap`."""
     cache = target.new_cache()
     rows = pack_prefix(text, cache.acquire(), 0, target.device)
     return target.forward(rows, cache, Want("none", (tap,))).taps[tap][0, : len(text)]

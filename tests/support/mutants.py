@@ -1,9 +1,9 @@
-"""Plant small faults in the source and see which the tests notice: `python -m tests.support.mutants --help`.
+"""Plant small faults in the source, and report which ones the tests notice: `python -m tests.support.mutants --help`.
 
 A fault is one changed token or one missing statement: a comparison that includes its bound, a sum that became a
 difference, an `if` that is never taken, a call that is left out (a check, a rollback, a release). Faults are drawn at
-random from each room with a seed, so the same commit and seed give the same faults. The C++ of the kernels is the room
-"native"; each of its faults is compiled for this processor first.
+random from each room with a seed, so the same commit and seed give the same faults. The room "native" is the C++ of the
+kernels. Its faults are compiled for this processor first.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Finder(ast.NodeVisitor):
         return self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
 
     def _between(self, left: ast.expr, right: ast.expr, operator: ast.AST) -> None:
-        """Swap the operator that stands between two operands."""
+        """Swap the operator between two operands."""
         if type(operator) not in SWAPS:
             return
         old, new = SWAPS[type(operator)]
@@ -138,10 +138,10 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """An error's words are no fault; its condition is."""
+        """Skip the message of an error. Its condition can be a fault."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """For the type checker."""
+        """Skip assertions, which are for the type checker."""
 
     def visit_Compare(self, node: ast.Compare) -> None:
         operands = [node.left, *node.comparators]
@@ -215,7 +215,7 @@ def _native(path: Path) -> list[Fault]:
 
 
 def drawn(room: str, count: int, seed: int) -> list[Fault]:
-    """Draw faults of a room, no two of them on one line, and every kind about equally often."""
+    """Draw faults of a room. No two are on the same line, and all kinds are about equally frequent."""
     every, chosen = faults_of(room), dict[tuple[str, int], Fault]()
     dice = random.Random(f"{seed} {room}")
     dice.shuffle(every)
@@ -232,7 +232,7 @@ def drawn(room: str, count: int, seed: int) -> list[Fault]:
 
 
 def _run(source: Path, tests: Path, paths: list[str], marker: str, log: Path) -> int:
-    """Run pytest in this process, which was forked for it, on the faulty source. Never returns."""
+    """Run pytest on the faulty source in this process, which was forked for it. Never return."""
     os.setsid()
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(sink, 1)
@@ -280,7 +280,7 @@ def judge(fault: Fault, tests: Path, marker: str, seconds: float) -> str:
 
 
 def _compiled(source: Path) -> Path | None:
-    """Return the kernels' library in the cache, where it has a name of its own; None if they do not compile."""
+    """Compile the kernels. Return the path of their library in the cache, or None if they do not compile."""
     code = "from paceline.kernels.cpu.build import find; print(find())"
     env = {**os.environ, "PYTHONPATH": str(source)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=8, help="faults per room")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tests", type=Path, default=ROOT, help="checkout whose tests run (default: this one)")
-    parser.add_argument("--marker", default="not slow", help="'' runs slow tests too")
+    parser.add_argument("--marker", default="not slow", help="pytest marker expression; '' also runs slow tests")
     parser.add_argument("--seconds", type=float, default=600, help="time limit per fault")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
@@ -305,7 +305,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     args = parser.parse_args()
-    # Imported before the fork, so that each run starts at once. Nothing of the project: it must be the faulty copy.
+    # Imported before the fork, so that each run starts quickly. Do not import Paceline, which must be the faulty copy.
     import numpy  # noqa: F401
     import pytest  # noqa: F401
     import torch

@@ -1,4 +1,4 @@
-"""Tiny random models of every form that the CPU kernels run, by the kernels and by torch."""
+"""Tiny random models of every form that the CPU kernels support, run by the kernels and by torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from paceline.kernels import linear as runner
 from paceline.kernels.quantize import Mode
 from paceline.models.config import (
     AttentionConfig,
+    DeltaNetConfig,
     Groups,
     LayerConfig,
     MixtureConfig,
@@ -40,6 +41,10 @@ def plan(*windows: int | None) -> dict[str, Any]:
 GEMMA = {"norms": NormConfig(offset=1.0, after=True), "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
 _LOCAL, _WIDE = LayerConfig(LOCAL, 7, head_dim=20), LayerConfig(FULL, kv_heads=1, head_dim=32, keys_as_values=True)
 GEMMA4 = "gemma4: token embeddings, keys of earlier layers, sizes by layer"
+DELTA = DeltaNetConfig(key_heads=2, heads=6, key_dim=24, value_dim=20, width=4)
+_DELTA = LayerConfig(None, recurrent=DELTA, attends=False)
+DELTA_NET = "qwen3.5: Gated DeltaNet, gated attention"
+QWEN_MOE = "qwen3.5 moe: Gated DeltaNet, and an expert for all rows that has a weight by row"
 SCORED = MixtureConfig(8, 3, 32, normalised=True, shared_block="mlp.shared_experts", sigmoid=True)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -53,6 +58,15 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"norms": NormConfig(after=True, heads="shared", values=True), "attention": AttentionConfig(scale=0.1)},
         **{"activation": "gelu_pytorch_tanh", "layer_scale": True, "token_inputs": 24, "layers": 5},
         "special": (_LOCAL, _WIDE, _LOCAL, *(replace(x, source=i, ffn=150) for x, i in ((_LOCAL, 2), (_WIDE, 1)))),
+    },
+    DELTA_NET: {
+        **{"family": "qwen3_5_text", "norms": NormConfig(heads="shared"), "attention": AttentionConfig(gated=True)},
+        **{"head_dim": 20, "layers": 4, "special": (_DELTA, _DELTA, LayerConfig(replace(FULL, share=0.4)), _DELTA)},
+    },
+    QWEN_MOE: {
+        **{"family": "qwen3_5_moe_text", "norms": NormConfig(heads="shared"), "attention": AttentionConfig(gated=True)},
+        "mixture": MixtureConfig(6, 2, 32, normalised=True, shared=32, shared_block="mlp.shared_expert"),
+        "special": (replace(_DELTA, sparse=True), LayerConfig(FULL, sparse=True)),
     },
     "gelu": {"activation": "gelu"},
     "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
@@ -108,7 +122,7 @@ GLM = "glm4.5: experts by their own scores, in groups, and one for all rows"
 
 
 def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
-    """Random weights in bfloat16's numbers, all that the config names."""
+    """Return random weights for all tensors of a config, rounded to bfloat16."""
     draw = torch.Generator().manual_seed(7)
     tensors = random_tensors(c, 1, scale=1.3 * c.hidden**-0.5)
     for i in range(c.layers):
@@ -118,7 +132,12 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
             tensors |= {f"{layer}self_attn.{x}_proj.bias": torch.zeros(size) for x, size in sizes.items()}
         if c.attention.sinks:
             tensors |= {f"{layer}self_attn.sinks.weight": torch.full((c.heads,), 2.0)}
-        if c.norms.heads:
+        if c.plan[i].recurrent:
+            tensors = delta_net_layer(c, i, tensors, draw)
+        elif c.attention.gated:
+            shape = 2 * c.heads * c.head_dim, c.hidden
+            tensors[f"{layer}self_attn.q_proj.weight"] = torch.randn(shape, generator=draw) * c.hidden**-0.5
+        if c.norms.heads and not c.plan[i].recurrent:
             size = c.of(c.plan[i]).head_dim
             tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(size) for x in "qk"}
         if c.norms.after:
@@ -142,7 +161,7 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
 
 
 def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
-    """Return the tensors with what Gemma 4's layer i adds to Llama's, and without what it lacks."""
+    """Return the tensors of Gemma 4's layer i, from the tensors of a Llama layer."""
     own, layer, shape = c.plan[i], f"model.layers.{i}.", (c.token_inputs, c.hidden)
     lacks = ("k_proj", "v_proj", "k_norm") if own.source is not None else ("v_proj",) if own.keys_as_values else ()
     names = {f"{layer}self_attn.{name}.weight" for name in lacks}
@@ -153,21 +172,37 @@ def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch
     return tensors | {layer + name: x for name, x in ones.items()}
 
 
+def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
+    """Return the tensors with Gated DeltaNet in layer i instead of attention."""
+    d, layer = DELTA, f"model.layers.{i}.linear_attn."
+    tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
+    values = d.heads * d.value_dim
+    sizes = {"in_proj_qkv": d.channels, "in_proj_z": values, "in_proj_b": d.heads, "in_proj_a": d.heads}
+    shapes = {name: (size, c.hidden) for name, size in sizes.items()} | {"out_proj": (c.hidden, values)}
+    for name, shape in shapes.items():
+        tensors[f"{layer}{name}.weight"] = torch.randn(shape, generator=draw) * shape[1] ** -0.5
+    tensors[layer + "conv1d.weight"] = torch.randn(d.channels, 1, d.width, generator=draw) * 0.5
+    ones = {"A_log": d.heads, "dt_bias": d.heads, "norm.weight": d.value_dim}
+    return tensors | {layer + name: torch.ones(size) for name, size in ones.items()}
+
+
 def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, Tensor]:
-    """Experts and their router, whose scores lie so far apart that rounding chooses no other one."""
+    """Return experts and a router with scores so far apart that rounding does not change the chosen experts."""
     e = c.mixture
     assert e
     shapes = {"gate_proj": (e.ffn, c.hidden), "up_proj": (e.ffn, c.hidden), "down_proj": (c.hidden, e.ffn)}
     networks = [f"{block}experts.{number}." for number in range(e.count)]
-    networks += [f"{block}shared_experts."] if e.shared else []
+    networks += [f"{block.removesuffix('mlp.')}{e.shared_block}."] if e.shared else []
     tensors = {
         f"{network}{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
         for network in networks
         for name, shape in shapes.items()
     }
+    if e.shared and e.shared_block == "mlp.shared_expert":
+        tensors |= {f"{block}shared_expert_gate.weight": torch.randn(1, c.hidden, generator=draw)}
     if e.sigmoid:
         tensors |= {f"{block}expert_bias": torch.zeros(e.count)}
-    if c.activation == "clamped_swiglu":  # whose bounds of 7 are met
+    if c.activation == "clamped_swiglu":  # biases large enough to reach its bounds of 7
         ends = 6.0 - 12.0 * (torch.arange(e.ffn) % 2)
         biases = {"gate_proj": ends, "up_proj": ends, "down_proj": torch.zeros(c.hidden)}
         tensors |= {f"{block}experts.{i}.{name}.bias": x for i in range(e.count) for name, x in biases.items()}

@@ -1,4 +1,4 @@
-"""Products of every kind of weights by the CPU kernels."""
+"""Matrix products of the CPU kernels, with every kind of weights."""
 
 from __future__ import annotations
 

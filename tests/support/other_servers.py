@@ -1,5 +1,5 @@
-"""Fields of requests that other local servers take, as their public sources and documentation had them in August to
-October 2026: names only. Fields of OpenAI's own API are listed where a server documents them."""
+"""Names of request fields that other local servers accept, from their public sources and documentation of August to
+October 2026. Fields of OpenAI's own API are listed if a server documents them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHAT: dict[str, str] = {
     "Ollama": f"{OPENAI} top_logprobs tools reasoning reasoning_effort _debug_render_only",
     # lmstudio.ai/docs: OpenAI compatibility, TTL, speculative decoding, structured output
     "LM Studio": f"{OPENAI} tools tool_choice top_k repeat_penalty ttl draft_model reasoning",
-    # openrouter.ai/docs, and the names under which other providers switch reasoning
+    # openrouter.ai/docs, and other providers' names for fields that control reasoning
     "OpenRouter and others": "provider route transforms plugins usage include_reasoning enable_thinking think thinking "
     "thinking_budget reasoning_budget keep_alive options",
 }
@@ -56,7 +56,7 @@ COMPLETION: dict[str, str] = {
     "SGLang": "custom_labels prompt best_of echo suffix json_schema regex ebnf response_format logprobs",
     "Ollama": "prompt suffix logprobs",
 }
-"""Of /v1/completions; all fields of chats that are not chat's own are taken too."""
+"""Fields of /v1/completions. It also accepts all chat fields that are not specific to chats."""
 
 OLLAMA: dict[str, str] = {
     # api/types.go: ChatRequest, GenerateRequest, and Options including earlier versions
@@ -68,4 +68,4 @@ OLLAMA: dict[str, str] = {
     "tfs_z mirostat mirostat_tau mirostat_eta penalize_newline numa low_vram f16_kv vocab_only use_mlock logits_all "
     "embedding_only",
 }
-"""Of Ollama's own API, by where they are."""
+"""Fields of Ollama's own API, by path or parent field."""

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the code in them."""
+"""Pages of the documentation, and the code in them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PAGES = {
 
 
 def code_of(page: Path) -> list[str]:
-    """Return the blocks of Python code of a page."""
+    """Return the blocks of Python code in a page."""
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def blocks(name: str) -> list[str]:
-    """Return the blocks of Python code of a page of docs/."""
+    """Return the blocks of Python code in a page of docs/."""
     return code_of(DOCS / name)

@@ -1,4 +1,4 @@
-"""Pictures for tests, made with Pillow: right ones, hostile ones, and mutated files."""
+"""Pictures for tests, made with Pillow: valid pictures, hostile pictures, and mutated files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 @cache
 def _zeros(size: int) -> bytes:
-    """Return zeros, compressed. Level 1 takes half the time of the highest level, for few more bytes."""
+    """Return compressed zeros. Level 1 takes half the time of the highest level and only slightly more bytes."""
     return zlib.compress(bytes(size), 1)
 
 
@@ -68,7 +68,7 @@ def scan_bomb(size: int = 1000) -> bytes:
 
 
 def animation(kind: str) -> bytes:
-    """Return an animation; its first frame is `noise("RGB")` in the colours of the format."""
+    """Return an animation. Its first frame is `noise("RGB")` in the colours of the format."""
     more = [noise(seed=i) for i in (1, 2)]
     options = {"lossless": True} if kind == "WEBP" else {}
     return encoded(noise(), kind, save_all=True, append_images=more, duration=50, **options)
@@ -91,7 +91,7 @@ def corpus() -> list[bytes]:
 
 
 def mutated(rng: random.Random, files: list[bytes]) -> bytes:
-    """Return one of the files, damaged: bytes changed, cut, repeated, or joined with another file."""
+    """Return a damaged file: with bytes changed, cut or repeated, or joined with another file."""
     data = bytearray(rng.choice(files))
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.randrange(min(len(data), rng.choice((40, 100, 10**6)))) if data else 0

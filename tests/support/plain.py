@@ -1,4 +1,4 @@
-"""Replies without a drafter: what every drafted reply is compared with, computed once per process."""
+"""Replies without a drafter, computed once per process. Tests compare drafted replies with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _reply(
 def plain_reply(
     target: Target, prompt: Sequence[int], sampling: Sampling, eos: Sequence[int] = ()
 ) -> tuple[list[int], FinishReason | None]:
-    """Return the token ids of a reply and its stop reason. Not for targets and samplers that a test has changed."""
+    """Return the token ids of a reply and its stop reason. Do not use it for patched targets or samplers."""
     tokens, finish = _reply(target, tuple(prompt), sampling, tuple(eos))
     return list(tokens), finish
 

@@ -1,4 +1,4 @@
-"""Anthropic's API in the calls of its client, which takes two seconds to import: JSON sent, attributes read."""
+"""A substitute for Anthropic's client, which takes two seconds to import. It sends JSON and returns attributes."""
 
 from __future__ import annotations
 

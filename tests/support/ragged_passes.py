@@ -1,4 +1,4 @@
-"""Passes over slots of several lengths and drafts."""
+"""Passes over slots with different lengths and drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAFTS = (
 
 
 def filled(target: Decoder, lengths: Sequence[int]) -> tuple[KVCache, list[int]]:
-    """A cache of several texts, and its slots."""
+    """Return a cache with several texts, and their slots."""
     cache, slots = target.new_cache(), []
     for seed, length in enumerate(lengths):
         slots.append(cache.acquire())

@@ -14,7 +14,7 @@ SETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "all": (5, ("_proj", "in_proj_z", "per_layer_input_gate", "per_layer_projection")),
     "half of the gates": (3, ("up_proj", "down_proj")),
 }
-"""Name of an adapter -> its rank and the modules that it changes."""
+"""Name of an adapter -> its rank and its modules."""
 
 
 def factors(tensors: dict[str, Tensor], name: str, rank: int, ends: Sequence[str], scale: float = 0.3) -> Factors:

@@ -1,4 +1,4 @@
-"""Heads of random weights, for a target of 8 layers, 32 hidden, 64 tokens."""
+"""Heads with random weights for a target with 8 layers, hidden size 32 and 64 tokens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TARGET = replace(LAYER, layers=8, tied=True)
 
 
 def loaded(seed: int = 0, dtype: torch.dtype = torch.float64, word: str = "w", noise: float = 0.0) -> Loaded:
-    """A random target. `word`: its tokens begin with it. `noise`: added to its embedding."""
+    """Return a random target. Its tokens begin with `word`. `noise` is added to its embedding."""
     tensors = random_tensors(TARGET, seed)
     tensors["model.embed_tokens.weight"] += noise * torch.randn(64, 32, generator=torch.Generator().manual_seed(9))
     tokenizer = Tokenizer(Backend(WordLevel({f"{word}{i}": i for i in range(64)}, f"{word}0")))
@@ -79,7 +79,7 @@ def token_maps(tokens: Tensor, vocab: int) -> dict[str, Tensor]:
 
 
 def folder_of(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors") -> Path:
-    """A folder as another project writes it."""
+    """Write a folder in another project's format."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine with a model small enough for it, started from deploy/ray-serve.yaml."""
+"""A Ray cluster on this machine with a tiny model, started from deploy/ray-serve.yaml."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Replicas(Serving):
     def deploy(self, least: int, most: int, options: dict[str, Any] | None = None, **arguments: Any) -> None:
         """Deploy deploy/ray-serve.yaml with this number of half-core replicas, and wait until the minimum runs.
 
-        `options`: of the deployment `Replica`. `arguments`: of the application.
+        `options` are for the deployment `Replica`, and `arguments` for the application.
         """
         (application,) = self._config["applications"]
         application["args"] |= arguments
@@ -46,7 +46,7 @@ class Replicas(Serving):
         self.wait(lambda: least <= self.running() <= most)
 
     def running(self) -> int:
-        """Number of replicas that run, 0 while anything changes."""
+        """Number of running replicas, or 0 during changes."""
         about = serve.status().applications.get("paceline")
         if about is None or about.status != "RUNNING" or about.deployments["Replica"].status != "HEALTHY":
             assert about is None or about.status != "DEPLOY_FAILED", about.message
@@ -56,18 +56,18 @@ class Replicas(Serving):
 
     @staticmethod
     def names() -> list[str]:
-        """The router's names of the replicas."""
+        """Return the router's names of the replicas."""
         actors = (str(actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True))
         return [name.rpartition("#")[2] for name in actors if "#Replica#" in name]
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of the replicas."""
+        """Return the processes of the replicas."""
         found = psutil.Process().children(recursive=True)
         return [process for process in found if "Replica:paceline:Replica" in _title(process)]
 
     @staticmethod
     def wait(done: Callable[[], bool], seconds: float = 240) -> None:
-        """Wait until `done`."""
+        """Wait until `done` returns True."""
         until = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < until, f"not done within {seconds:g} s"

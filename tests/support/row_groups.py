@@ -1,4 +1,4 @@
-"""The groups into which threads cut the rows of a native pass."""
+"""Groups of rows into which threads divide a native pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.models.decoder import Decoder
 
 @contextmanager
 def watched(target: Decoder) -> Iterator[list[int]]:
-    """Into how many groups each pass is cut."""
+    """Yield a list that receives the number of groups of each pass."""
     lib, stack, seen = library(), target._stack.native, list[int]()
     assert lib is not None
     assert stack is not None

@@ -30,7 +30,7 @@ _SIGNATURES: dict[tuple[Any, bool], inspect.Signature] = {}
 
 
 def _signature(handler: Callable[..., Any]) -> inspect.Signature:
-    """Inspect a handler once, although each application has its own: that took a third of the time to make one."""
+    """Inspect each handler only once, because this takes a third of the time to create an application."""
     if not hasattr(handler, "__code__"):
         return _inspected(handler)
     key = handler.__code__, inspect.ismethod(handler)
@@ -42,8 +42,10 @@ utils.get_typed_signature = _signature
 
 @dataclass
 class Serving:
-    """A server that runs, and clients for it. `llm`, `worker`: of the only model. `thread`: of an application in
-    this process."""
+    """A running server, and clients for it.
+
+    `llm` and `worker` belong to the only model. `thread` is the thread of an application in this process.
+    """
 
     client: httpx.Client
     thread: AppThread | None = None
@@ -85,11 +87,11 @@ class Serving:
         return self.client.request(method, path, **more)
 
     def idle(self) -> bool:
-        """Return whether nothing runs or waits, now or within 20 seconds."""
+        """Return True if no request runs or waits, now or within 20 seconds."""
         return self._soon(lambda load: not load.running and not load.waiting)
 
     def busy(self) -> bool:
-        """Return whether a request runs, now or within 20 seconds."""
+        """Return True if a request runs, now or within 20 seconds."""
         return self._soon(lambda load: load.running > 0)
 
     def _soon(self, reached: Callable[[Load], bool]) -> bool:
@@ -110,7 +112,7 @@ def serving(
     learner: Learner | None = None,
     **more: Any,
 ) -> Iterator[Serving]:
-    """Serves one model until the block is left. `more`: as for `serving_models`."""
+    """Serve one model until the block ends. `more` is as for `serving_models`."""
     worker = Worker(llm, limits, learner=learner)
     source = ModelSource((model, *aliases), lambda: worker, stays=True, adapters=tuple(llm.adapters))
     with serving_models([source], **more) as it:
@@ -122,9 +124,10 @@ def serving(
 def serving_models(
     sources: Sequence[ModelSource], connections: int | None = None, pull: Pull | None = None, **settings: Any
 ) -> Iterator[Serving]:
-    """Serves until the block is left.
+    """Serve models until the block ends.
 
-    Requests reach the application without a socket. `connections`: use sockets, at most this number less one.
+    Requests reach the application without a socket, unless `connections` is set: it is the maximum number of
+    connections plus 1.
     """
     thread = AppThread(create_app(Models(sources, pull=pull), Settings(**settings)))
     try:

@@ -1,4 +1,4 @@
-"""A model that writes a given text, whatever the prompt, as far as a grammar lets it."""
+"""A model that writes a given text for any prompt, as far as a grammar allows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Script(Bigram):
     context_length = 2048
 
     def __init__(self, script: Sequence[int], start: int, vocab_size: int) -> None:
-        """`start`: tokens of the prompt."""
+        """Create the target for a prompt of `start` tokens."""
         super().__init__(torch.eye(vocab_size, dtype=torch.float64))
         self._script, self._start = torch.tensor(script), start
 
@@ -40,7 +40,7 @@ class Script(Bigram):
 
 
 def scripted(text: str, template: str = TEMPLATE, special: Sequence[str] = ()) -> LLM:
-    """Return the model. `template`: its chat template, of constant length. `special`: further special tokens."""
+    """Return the model. `template` is a chat template of constant length, `special` are additional special tokens."""
     words = byte_level()
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
     backend.add_special_tokens(list(special))
@@ -54,7 +54,7 @@ def scripted(text: str, template: str = TEMPLATE, special: Sequence[str] = ()) -
 
 
 def fail_before_the_end(llm: LLM, text: str) -> None:
-    """Make the model of a text fail near its end."""
+    """Make the model fail near the end of its text."""
     honest, limit = llm.model.target.forward, len(llm.tokenizer.encode("go:" + text, special=False)) - 2
 
     def forward(rows: Rows, cache: KVCache, want: Want) -> Forward:

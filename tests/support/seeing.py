@@ -1,4 +1,4 @@
-"""Tiny random models that see, made by transformers, and pictures for them."""
+"""Tiny random vision models, made by transformers, and pictures for them."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ _SMOL = (
     "{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""The template of SmolVLM, which only shows text that is a list of parts."""
+"""The template of SmolVLM, which renders only content that is a list of parts."""
 
 
 @dataclass(frozen=True)
 class Seeing:
-    """How to make a tiny model of a family.
+    """Parameters for a tiny model of a family.
 
     Attributes:
         model: Name of transformers' class.
-        config: Config without sizes of the text.
+        config: Config without the sizes of the text model.
         tokens: Special tokens.
-        token: Name of the config's key of the placeholder token.
+        token: Config key of the placeholder token.
         processor: Name of transformers' class of the image processor.
         settings: Its settings.
         template: The chat template.
-        text: Keys of the text config.
+        text: Additional keys of the text config.
     """
 
     model: str

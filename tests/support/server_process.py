@@ -1,4 +1,4 @@
-"""Servers under test, each a child process on a free port of the loopback."""
+"""Servers under test. Each is a child process on a free local port."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from tests.support.load_client import HOST, Client
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
 
 
 def paceline_serve(arguments: str) -> list[str]:
-    """Return the command `paceline serve ARGUMENTS` of this checkout."""
+    """Return the command that runs `paceline serve ARGUMENTS` from this checkout."""
     return [sys.executable, "-m", "paceline", "serve", *shlex.split(arguments)]
 
 
 class ServerProcess:
-    """A listening process; as a context manager it is stopped at the end."""
+    """A listening process. As a context manager, it stops at the end."""
 
     def __init__(self, name: str, command: Sequence[str], port: int = 0, patience: float = 180.0) -> None:
         """Run `command --host 127.0.0.1 --port PORT` and wait at most `patience` seconds for /health.
 
-        Raises `RuntimeError` with the end of the log if it never answers.
+        Raise `RuntimeError` with the end of the log if it does not answer.
         """
         self.name, self.port, self.command = name, port or free_port(), list(command)
         self._log = tempfile.NamedTemporaryFile("w+", prefix="serve-", suffix=".log", delete=False)  # noqa: SIM115
@@ -69,7 +69,7 @@ class ServerProcess:
         raise RuntimeError(f"{self.name} did not answer /health within {patience:g} s:\n{self.log()[-3000:]}")
 
     async def healthy(self) -> bool:
-        """Return whether /health answers 200."""
+        """Return True if /health answers 200."""
         client = Client(self.port, timeout=5.0)
         try:
             return (await client.ask("/health")).status == 200
@@ -93,7 +93,7 @@ class ServerProcess:
 
     @property
     def resident(self) -> int:
-        """Bytes of resident memory, child processes included."""
+        """Bytes of resident memory, including child processes."""
         return sum(_resident(process) for process in [self._ps, *self._ps.children(recursive=True)])
 
     @property
@@ -104,7 +104,7 @@ class ServerProcess:
 
     @property
     def descriptors(self) -> int:
-        """Open files and sockets."""
+        """Number of open files and sockets."""
         return int(self._ps.num_fds())
 
     def terminate(self) -> None:
@@ -118,7 +118,7 @@ class ServerProcess:
         return self.wait(deadline)
 
     def wait(self, deadline: float) -> int | None:
-        """Return the exit code, None if the process had to be killed after `deadline` seconds."""
+        """Return the exit code, or None if the process had to be killed after `deadline` seconds."""
         try:
             code = self.process.wait(deadline)
         except subprocess.TimeoutExpired:

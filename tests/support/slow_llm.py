@@ -1,4 +1,4 @@
-"""A toy whose replies take long, and a request for one without an end."""
+"""A toy with slow replies, and a request for an endless reply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDLESS: dict[str, Any] = {"messages": CHAT, "ignore_eos": True, "max_tokens": 1
 
 
 def slow_llm(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.01, context_length: int = 4096) -> LLM:
-    """A toy whose replies take long."""
+    """Return a toy with slow replies."""
     llm = LLM(toy_model(context_length=context_length), Suffix())
     honest = llm.model.target.forward
 

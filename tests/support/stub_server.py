@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server without a model: replies are derived from the request. Options make it fail in the ways
-that the load tools must detect. `python stub_server.py --host H --port P [--wrong N] ...`"""
+"""An OpenAI-compatible server without a model. Replies are derived from the request. Options make it fail in ways that
+the load tools must detect: `python stub_server.py --host H --port P [--wrong N] ...`"""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KNOWN = {
 
 
 class Stub:
-    """`wrong`, `broken`: every n-th reply has another text, or breaks off. `leak`: requests are never finished."""
+    """Every `wrong`-th reply has another text, every `broken`-th breaks off; with `leak`, requests never finish."""
 
     def __init__(self, wrong: int = 0, broken: int = 0, leak: bool = False, delay: float = 0.002) -> None:
         self.wrong, self.broken, self.leak, self.delay = wrong, broken, leak, delay
         self.running, self.count = 0, 0
 
     def pieces(self, body: dict[str, Any], sample: int) -> list[str]:
-        """Return the reply, a function of the request unless told otherwise."""
+        """Return the reply, which depends only on the request unless an option changes it."""
         asked = [body.get(key) for key in ("messages", "prompt", "temperature", "seed")]
         digest = hashlib.sha256(json.dumps([asked, sample]).encode()).hexdigest()
         found = [f"{digest[i % 60 : i % 60 + 3]} " for i in range(body.get("max_tokens") or 16)]
@@ -78,7 +78,7 @@ def refused(why: str) -> JSONResponse:
 
 
 def out_of_range(body: dict[str, Any]) -> str | None:
-    """Return the name of a field whose value must be refused."""
+    """Return the name of a field with a value that must be refused, or None."""
     speculation = body.get("speculation", "auto")
     good = {
         "max_tokens": isinstance(body.get("max_tokens", 1), int),

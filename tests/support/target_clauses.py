@@ -1,4 +1,4 @@
-"""The contract of a target clause by clause: `check_target` checks all of them, the fast tier some of each target."""
+"""The contract of targets by clause. `check_target` checks all clauses, and the fast tier checks some per target."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def clauses(**fast: str) -> pytest.MarkDecorator:
 
 
 def check_clause(clause: str, make: Callable[[], Target], *, tolerance: float = 1e-6, taps: Sequence[Tap] = ()) -> None:
-    """Check one clause as `check_target` does."""
+    """Check one clause in the same way as `check_target`."""
     CLAUSES[clause](Probe(make(), tolerance, tuple(taps)))

@@ -1,4 +1,4 @@
-"""Texts of many seeds against the target's exact distribution: two bigram models, and a statistic."""
+"""Comparison of texts from many seeds with the target's exact distribution: two bigram models, and a statistic."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from paceline.types import DraftBudget
 from tests.support.bigram import Bigram
 
 VOCAB, LENGTH, SEEDS, WARM = 3, 3, 400, 0.8
-# What the drafter leaves to the target lies on two tokens, one that the drafter likes and one that it does not: there
-# shared noise shows.
+# The residual distribution has two tokens, one that the drafter prefers and one that it does not. In this case, shared
+# noise would be visible.
 P = torch.tensor([[0.10, 0.55, 0.35], [0.35, 0.10, 0.55], [0.55, 0.35, 0.10]]).double()
 Q = torch.tensor([[0.55, 0.42, 0.03], [0.03, 0.55, 0.42], [0.42, 0.03, 0.55]]).double()
 TARGET, OTHER = Bigram(P.log() * WARM), Bigram(Q.log() * WARM)
@@ -34,9 +34,9 @@ def chi_square(
     length: int = LENGTH,
     prompt: Sequence[int] = (0,),
 ) -> float:
-    """How far the texts of many seeds are from the target's exact distribution, in units of the 0.1 % quantile.
+    """Return the distance of texts from many seeds from the exact distribution, in units of the 0.1 % quantile.
 
-    More than 1 is not chance. Texts that are expected fewer than five times count together.
+    A distance above 1 is not chance. Texts with fewer than five expected occurrences are counted together.
     """
     engine = Engine(TARGET, drafter(OTHER, VOCAB), draft)
     counts: Counter[tuple[int, ...]] = Counter()

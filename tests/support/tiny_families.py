@@ -1,4 +1,4 @@
-"""Tiny models of every family, from the goldens that its file names. One table for all tests."""
+"""Tiny models of every family, from the goldens in the family's file. All tests use this table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     for family in _FAMILIES.values()
     for case, changes in family.goldens.items()
 }
-"""Every tiny model, its config whole."""
+"""Full config of every tiny model."""
 
 _CONFIGS: dict[str, ModelConfig] = {case: read_config(config) for case, config in CASES.items()}
 HYBRIDS = [case for case, config in _CONFIGS.items() if config.state_bytes]

@@ -1,4 +1,4 @@
-"""Learned drafters of a few thousand weights for a tiny target: random ones, and Medusa heads fitted to given texts."""
+"""Learned drafters with a few thousand weights for a tiny target: random heads, and Medusa heads fitted to texts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from paceline.verify.tree import pack_prefix
 
 
 def eagle_config(target: ModelConfig = TINY, **changes: object) -> EagleConfig:
-    """Return the config of an EAGLE-3 head for this target, with a draft vocabulary of 23 tokens. `changes`: its
-    fields.
+    """Return the config of an EAGLE-3 head for this target, with a draft vocabulary of 23 tokens.
 
-    With `version=1` it is an EAGLE-1 head, whose draft vocabulary is the target's.
+    `changes` replaces fields. With `version=1`, it is an EAGLE-1 head with the target's vocabulary.
     """
     layer = replace(target, layers=1, context_length=16)
     first = changes.get("version") == 1
@@ -37,7 +36,7 @@ def eagle_config(target: ModelConfig = TINY, **changes: object) -> EagleConfig:
 def eagle_tensors(config: EagleConfig, seed: int = 0, scale: float = 0.4) -> dict[str, Tensor]:
     """Return random weights for an EAGLE head, float32, under the names of `models/heads.py`; norms are not 1."""
     if config.version == 1:
-        scale *= 0.4  # nothing norms what such a head hands on, and it would grow with every step
+        scale *= 0.4  # such a head does not normalise its output, which would grow with every step
     generator = torch.Generator().manual_seed(seed)
     c, attn = config.layer, "layers.0.self_attn."
     drawn = random_tensors(replace(c, tied=True), seed, scale)
@@ -67,7 +66,7 @@ def eagle_tensors(config: EagleConfig, seed: int = 0, scale: float = 0.4) -> dic
 
 
 def _map(config: EagleConfig, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return the maps of a head with a reduced draft vocabulary; empty if it has the target's."""
+    """Return the vocabulary maps of a head, or {} if it has the target's vocabulary."""
     vocab, count = config.layer.vocab_size, config.draft_vocab
     if count == vocab:
         return {}
@@ -78,8 +77,10 @@ def _map(config: EagleConfig, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def mtp_head(target: ModelConfig, seed: int = 0) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """Return a random multi-token-prediction layer for a target whose attention is gated: config and weights, float32,
-    under the names of `models/heads.py`."""
+    """Return a random multi-token-prediction layer for a target with gated attention.
+
+    The result is its config and float32 weights by the names of `models/heads.py`.
+    """
     layer = replace(target, layers=1, special=(LayerConfig(target.rope),))
     config = EagleConfig(
         layer, ("final",), target.hidden, target.vocab_size, version=1, norm_output=True, built_in=True
@@ -145,8 +146,10 @@ def medusa_tensors(config: MedusaConfig = TINY_MEDUSA, seed: int = 0, scale: flo
 def fitted_medusa(
     target: Target, texts: Sequence[Sequence[int]], config: MedusaConfig = TINY_MEDUSA
 ) -> dict[str, Tensor]:
-    """Return heads that predict the texts exactly, provided these have fewer tokens in total than the target's hidden
-    size: residual blocks that change nothing, and output heads that are the least-squares solution."""
+    """Return heads that predict the texts exactly, if these have fewer tokens in total than the target's hidden size.
+
+    The residual blocks change nothing, and the output heads are the least-squares solution.
+    """
     tensors = {name: torch.zeros_like(x) for name, x in medusa_tensors(config).items()}
     states = [_states(target, text) for text in texts]
     for head in range(config.heads):

@@ -17,7 +17,7 @@ _TEMPLATE = (
 
 
 def write_tiny(folder: Path, context_length: int = 8192) -> Path:
-    """Write a random Llama of some ten thousand weights, whose tokens are bytes and syllables."""
+    """Write a random Llama with tens of thousands of weights. Its tokens are bytes and syllables."""
     words = byte_level()
     config = replace(TINY, vocab_size=words.vocab_size, context_length=context_length)
     folder.mkdir(exist_ok=True)

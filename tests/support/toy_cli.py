@@ -19,7 +19,7 @@ from paceline.engine.detokenizer import Chunk
 from paceline.llm import LLM
 from tests.support.toys import toy_target
 
-# A runner builds all commands anew for every call, which takes longer than most of the tests.
+# A runner rebuilds all commands for every call, which takes longer than most of the tests.
 typer.testing._get_command = cache(typer.testing._get_command)  # type: ignore[attr-defined]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,\n?!<>012"
@@ -82,7 +82,7 @@ def generate(*args: str, stdin: str | bytes | None = None) -> Result:
 
 
 def failure(result: Result) -> str:
-    """The one line a failed command leaves on stderr."""
+    """Return the single line that a failed command wrote to stderr."""
     assert result.exit_code == 1, result.output
     assert result.stderr.startswith("error: "), result.stderr
     assert result.stderr.count("\n") == 1, result.stderr

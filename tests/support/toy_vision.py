@@ -1,4 +1,4 @@
-"""A random toy that sees: images become rows that depend on their pixels."""
+"""A random toy with image input. Images become rows that depend on their pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.vision.prompt import EncodedImage
 from tests.support.vocabularies import byte_level, speaker
 
 ROWS = 4
-"""Rows of each image."""
+"""Number of rows per image."""
 TOO_NARROW = (1, 50)
 """Width and height of images that the tower cannot encode."""
 TEMPLATE = (
@@ -48,7 +48,7 @@ class ToyVision(Vision):
 
 
 def seeing_llm(template: str = TEMPLATE) -> LLM:
-    """Return the toy."""
+    """Return the toy with image input."""
     words = byte_level()
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
     backend.add_special_tokens(["<image>"])

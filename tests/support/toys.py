@@ -32,14 +32,14 @@ def ask_for(slot: int, budget: DraftBudget, sampling: Sampling, token_ids: Seque
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?:\n<>'"
 PROMPT = [7, 4, 11, 11, 14, 26, 3]
-"""Some tokens of the alphabet."""
+"""A prompt of letters."""
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}:{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<a:{% endif %}"
 )
 
 
 def toy_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
-    """One token per character; the last id is the end of a sequence."""
+    """Return a tokenizer with one token per character. The last id is the end of a sequence."""
     vocabulary = {letter: i for i, letter in enumerate(alphabet)} | {"</s>": len(alphabet)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -50,22 +50,22 @@ def toy_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:
 
 @cache
 def toy_dtype() -> torch.dtype:
-    """float32 where the CPU kernels run: one call for all layers, and a row has the same bits in any pass.
+    """Return float32 with the CPU kernels: one call runs all layers, and a row has the same bits in any pass.
 
-    Without kernels float64, where rounding decides nothing.
+    Return float64 without kernels, so that rounding does not matter.
     """
     return torch.float64 if library() is None else torch.float32
 
 
 def toy_target(seed: int = 0, **changes: int | bool) -> Decoder:
-    """A `tiny_target` that takes a third of the time, for tests that compare texts and not numbers."""
+    """Return a `tiny_target` that takes a third of the time, for tests that compare texts and not numbers."""
     target = tiny_target(seed, toy_dtype(), **changes)
     target.toy = (seed, *sorted(changes.items()))  # type: ignore[attr-defined]
     return target
 
 
 def _once_per_toy(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Check equal toys once, although each test makes its own: a check took three quarters of a first reply."""
+    """Run a check only once for equal toys, because it takes three quarters of the time of a first reply."""
     found: dict[object, Any] = {}
 
     def checked(target: Target, *more: Any) -> Any:
@@ -83,7 +83,7 @@ engine.guarantee, engine.seamless = map(_once_per_toy, (engine.guarantee, engine
 
 
 def loaded(target: Target, generation: dict[str, Any] | None = None) -> Loaded:
-    """A target as a loaded model of the toy tokenizer."""
+    """Return a target as a loaded model with the toy tokenizer."""
     return Loaded(target, toy_tokenizer(), (36,), generation or {}, Path("toy"))
 
 
@@ -92,7 +92,7 @@ def toy_model(generation: dict[str, Any] | None = None, layers: int = 1, **chang
 
 
 def toy_foreigner(layers: int = 1, **changes: int) -> Loaded:
-    """A toy whose tokens are the same letters under other numbers."""
+    """Return a toy with the same letters as tokens, but with other ids."""
     return Loaded(toy_target(layers=layers, **changes), toy_tokenizer(ALPHABET[::-1]), (36,), {}, Path("foreign"))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST, LONG, MOST = 6000, 200, 4
-"""Largest prompt in characters, reply in tokens, number of samples."""
+"""Maximum prompt length in characters, reply length in tokens, and number of samples."""
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -29,7 +29,7 @@ PERSON = "Describe a person as JSON with a name and an age."
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
     """A request and its client's behaviour: "read" everything, "leave" after `count` parts, or "stall" for `count`
-    tenths of a second. `valid`: whether to expect 200, otherwise 4xx in OpenAI's shape."""
+    tenths of a second. `valid` is True to expect 200, and False to expect 4xx in OpenAI's format."""
 
     kind: str
     path: str
@@ -40,7 +40,7 @@ class TrafficRequest:
 
 
 class Traffic:
-    """An endless mix of requests. `questions`: prompts. `drafters`: names for the field `speculation`."""
+    """An endless mix of requests. `questions` are prompts, `drafters` are names for the field `speculation`."""
 
     def __init__(self, model: str, questions: Sequence[str], drafters: Sequence[str], tokens: int, seed: int) -> None:
         self._model, self._questions, self._drafters, self._tokens = model, questions, drafters, tokens
@@ -128,7 +128,7 @@ def largest(model: str, questions: Sequence[str], seed: int) -> TrafficRequest:
 
 
 def corrupt(dice: random.Random, body: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return a fault and a body with it, which must be refused."""
+    """Return the name of a fault, and a body with this fault, which must be refused."""
     wrong: dict[str, dict[str, Any]] = {
         "max_tokens": {"max_tokens": "many"},
         "temperature": {"temperature": dice.choice((-1, 1e9, "warm"))},
@@ -148,7 +148,7 @@ def corrupt(dice: random.Random, body: Mapping[str, Any]) -> tuple[str, bytes]:
 
 
 def probes(model: str, questions: Sequence[str], drafters: Sequence[str]) -> dict[str, TrafficRequest]:
-    """Return fixed requests whose replies must never change. None streams, so that a reply is one object."""
+    """Return fixed requests with replies that must never change. None of them streams, so a reply is one object."""
     ask = [{"role": "user", "content": questions[0]}]
     chat = {"model": model, "messages": ask, "max_tokens": 32, "seed": 5, "temperature": 0.0}
     warm = chat | {"temperature": 0.8}

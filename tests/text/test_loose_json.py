@@ -89,8 +89,8 @@ def scalars(value: Any) -> Iterator[Any]:
 
 @fuzz
 @given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join), st.integers(1, 4))
-def test_nothing_is_read_that_the_text_does_not_hold(text: str, step: int) -> None:
-    """And it does not matter how the text arrives."""
+def test_only_contents_of_the_text_are_read(text: str, step: int) -> None:
+    """The result does not depend on the pieces of the text."""
     growing = GrowingText()
     reading = JsonReader(growing).value()
     outcome: Any = Malformed

@@ -1,4 +1,4 @@
-"""Chats that a strict template refuses, in the order that it takes; others as they are."""
+"""Chats that a strict template refuses are reordered for it. Other chats are unchanged."""
 
 from __future__ import annotations
 

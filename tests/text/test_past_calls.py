@@ -1,4 +1,4 @@
-"""Calls of earlier turns: malformed arguments, and the forms that strict templates ask for."""
+"""Calls of earlier turns: malformed arguments, and the formats that strict templates require."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs in the helper process: results, errors, limits, and what becomes of work that is no longer wanted."""
+"""Jobs in the helper process: results, errors, limits, and cancelled work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.text import chat_template, sandbox
 from paceline.text.chat_template import render
 from paceline.text.sandbox import ABANDONED, SANDBOX, JobFailed, OverLimit, Sandbox, Unfinished, can_fork
 
-pytestmark = pytest.mark.skipif(not can_fork(), reason="processes cannot fork here")
+pytestmark = [pytest.mark.forks, pytest.mark.skipif(not can_fork(), reason="processes cannot fork here")]
 MESSAGES = [{"role": "user", "content": "Hi"}]
 LIMITS = (0.5, 256 * 2**20)
 
@@ -186,7 +186,7 @@ def test_a_template_without_end_is_refused(template: str, monkeypatch: pytest.Mo
         render(template, MESSAGES, {})
 
 
-def test_templates_see_what_they_are_given() -> None:
+def test_templates_get_their_variables() -> None:
     template = "{% generation %}{{ bos_token }}{{ messages|tojson }}{{ tools|length }}{% endgeneration %}"
     text = render(template, MESSAGES, {"bos_token": "<s>", "tools": [{"name": "f"}]})
     assert text == '<s>[{"role": "user", "content": "Hi"}]1'

@@ -32,7 +32,7 @@ def test_surfaces_are_what_decoding_shows(kind: str) -> None:
     assert b"".join(words.token_bytes[i] for i in ids).decode().strip() == words.decode(ids).strip()
 
 
-def test_word_pieces_stand_alone_or_continue_a_word() -> None:
+def test_word_pieces_start_or_continue_a_word() -> None:
     words = tokenizer("word piece")
     assert words.token_bytes[words.vocabulary["the"]] == b" the"
     assert words.token_bytes[words.vocabulary["##e"]] == b"e"

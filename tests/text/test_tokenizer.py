@@ -36,7 +36,7 @@ def demo(demo_path: Path) -> Tokenizer:
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_golden_tokens_are_transformers_own(demo_path: Path) -> None:
-    """If not, write them anew: `python -m tests.support.golden_tokens`."""
+    """If they differ, write them again: `python -m tests.support.golden_tokens`."""
     pytest.importorskip("transformers")
     assert golden_tokens.made(demo_path) == golden_tokens.tokens()
 
@@ -71,7 +71,7 @@ def test_demo_round_trip(demo: Tokenizer, text: str) -> None:
 
 
 def byte_level(**changes: Any) -> dict[str, Any]:
-    """Metadata of a byte-level BPE: all bytes, two merges, three added tokens."""
+    """Return the metadata of a byte-level BPE: all bytes, two merges, three added tokens."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "12", "<s>", "</s>", "<mark>"]
     fields = {
         "model": "gpt2",
@@ -374,8 +374,8 @@ def test_phi3_swallows_the_space_after_its_tokens() -> None:
     assert plain.encode("<|end|>\nhello", special=False) != plain.encode("<|end|>hello", special=False)
 
 
-def test_user_defined_runs_of_spaces() -> None:
-    """Gemma's: they come before any other merge, and stand for "▁▁" where the text spells that."""
+def test_user_defined_runs_of_spaces_merge_first() -> None:
+    """These are Gemma's. They come before any other merge, and also represent "▁▁" in the text."""
     fields = with_token(sentencepiece(add_space_prefix=False), "  ", 4)
     tokenizer = Tokenizer.from_gguf(fields)
     spaces, hello = len(fields["tokenizer.ggml.tokens"]) - 1, tokenizer.vocabulary["hello"]

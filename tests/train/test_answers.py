@@ -21,8 +21,6 @@ from paceline.train.writing import Progress, write_answers
 from tests.support.toys import toy_llm
 from tests.support.training_data import some_prompts, words, write_rows
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 PLAN = AnswerPlan(answer_tokens=8, width=4)
 
 
@@ -32,7 +30,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The answers to five prompts, written in one go."""
+    """Return the answers to five prompts, written in one run."""
     folder = tmp_path_factory.mktemp("whole")
     progress = write_answers(toy_llm(), some_prompts(folder / "p.jsonl", 5), folder / "answers.jsonl", PLAN)
     assert (progress.total, progress.kept, progress.written, progress.skipped) == (10, 0, 10, 0)

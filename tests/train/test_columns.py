@@ -35,7 +35,7 @@ def guess(x: torch.Tensor, head: torch.Tensor, scores: torch.Tensor, *, exact: b
 
 
 def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """States, an output head, and the target's logits, which are alike but not the same."""
+    """Return states, an output head, and the target's logits, which are similar but not equal."""
     generator = torch.Generator().manual_seed(0)
     x, head = torch.randn(PLACES, H, generator=generator), torch.randn(K, H, generator=generator)
     return x, head, x @ head.T * 0.5 + torch.randn(PLACES, K, generator=generator)

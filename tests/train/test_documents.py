@@ -17,8 +17,6 @@ from tests.conftest import SHARED, packaged_model
 from tests.support.toys import toy_llm
 from tests.support.training_data import some_prompts, words, write_rows
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
@@ -63,7 +61,7 @@ def test_documents_are_prompts_with_answers_split_by_prompt_and_shuffled(llm: LL
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_documents_of_the_demo_model(tmp_path: Path, shared_prompts: Path) -> None:
-    """Real template, tokenizer and answers: what `LLM.prompt_ids` and the tokenizer give."""
+    """With the real template, tokenizer and answers, documents equal `LLM.prompt_ids` and the tokenizer's tokens."""
     asked, said = shared_prompts.parent / "train_prompts.jsonl", SHARED / "data" / "demo_answers.jsonl"
     if not (asked.exists() and said.exists()):
         pytest.skip("the prompts and answers to train on are not there (they are not shipped)")
@@ -119,7 +117,7 @@ def test_too_long_documents_lose_the_answers_end_and_only_then_the_prompts_middl
 
 
 def test_long_documents_are_cut_when_they_are_made(llm: LLM, tmp_path: Path) -> None:
-    """Even a prompt that leaves the model no room for a reply."""
+    """This includes prompts that leave no room for a reply."""
     prompts = Prompts(write_rows(tmp_path / "p.jsonl", [{"id": 1, "prompt": "x" * 300}]))
     documents = Documents(llm, prompts, write_rows(tmp_path / "a.jsonl", [answer(1, "a" * 90)]), max_length=64)
     (document,) = all_of(documents)

@@ -15,8 +15,8 @@ from tests.support.train_toys import TAPS, TARGET, documents, recipe, selection,
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_output": True}])
-def test_training_sees_what_decoding_sees(flags: dict[str, bool]) -> None:
-    """Every step at every place: the head as it is trained against the head as it drafts."""
+def test_training_equals_decoding(flags: dict[str, bool]) -> None:
+    """Compare the head in training with the head in drafting, for every step at every position."""
     made = recipe(steps=4, **flags)
     for parameter in made.module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -53,7 +53,7 @@ def _padded(hidden: torch.Tensor, rows: int) -> torch.Tensor:
 def test_a_trained_head_drafts_as_well_as_training_said(tmp_path) -> None:
     made = recipe(steps=3, vocabulary=37)
     texts = written(16, seed=0)
-    # By heart: what a random model writes cannot be foreseen otherwise.
+    # Train on the same texts, because a random model's texts are otherwise unpredictable.
     states = States(TARGET, selection(texts), TAPS)
     plan = TrainPlan(epochs=40, batch=8, rate=1e-2, every=1e9, evaluate=1e9)
     said = Trainer(made, states, states, plan, tmp_path, "toy").run().acceptance

@@ -42,7 +42,7 @@ def test_the_state_goes_on_from_a_checkpoint() -> None:
     assert torch.equal(*ends)
 
 
-def test_the_momentum_is_a_mean_of_the_gradients_that_favours_recent_ones() -> None:
+def test_the_momentum_is_a_mean_of_gradients_that_favours_recent_gradients() -> None:
     torch.manual_seed(0)
     matrix = nn.Parameter(torch.ones(6, 9))
     optimizer = Muon([matrix], 0.1, momentum=0.75)

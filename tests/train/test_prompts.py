@@ -19,8 +19,6 @@ from tests.conftest import SHARED, packaged_model
 from tests.support.toys import toy_llm, toy_target, toy_tokenizer
 from tests.support.training_data import some_prompts, write_rows
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 
 def prompts_of(path: Path, data: bytes) -> Prompts:
     file = path / "p.jsonl"
@@ -141,7 +139,7 @@ def test_no_prompt_to_train_on_is_a_question_of_the_benchmark(shared_prompts: Pa
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy's own turns are long, and one of 24 tokens will do."""
+    """Shorten the toy's turns to 24 tokens."""
     monkeypatch.setattr("paceline.train.self_prompts.LONGEST", 24)
     monkeypatch.setattr("paceline.train.self_prompts.TRIES", 12)
 

@@ -23,8 +23,6 @@ from paceline.train.run import Listener, _stated, train
 from tests.support.cover import some
 from tests.support.toys import loaded, toy_llm
 
-pytestmark = pytest.mark.usefixtures("no_forks")
-
 KINDS = {"eagle3": EagleConfig, "medusa": MedusaConfig, "early-exit": ExitConfig, "block": BlockConfig}
 
 
@@ -69,7 +67,7 @@ def test_one_call_makes_a_drafter_that_drafts(kind: str, llm: LLM, order: TrainJ
 
 
 def kill(at: TrainJob, stage: str) -> None:
-    """Run in a process of its own, and kill it as `kill -9` does while it writes answers or while it trains."""
+    """Run in a separate process, and kill it like `kill -9` while it writes answers or trains."""
 
     def writing(progress: object) -> None:
         if stage == "writing" and (at.work / "answers.jsonl").stat().st_size > 2000:

@@ -1,4 +1,4 @@
-"""`paceline train` as a user sees it."""
+"""`paceline train` from the user's view."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from paceline.cli.train import _TimeLeft
 from paceline.train.prompts import Prompts, is_held
 from tests.support.toy_cli import failure, run
 from tests.support.toys import toy_llm
-
-pytestmark = pytest.mark.usefixtures("no_forks")
 
 
 @pytest.fixture

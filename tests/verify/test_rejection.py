@@ -1,4 +1,4 @@
-"""The rules that keep the distribution, by exact enumeration in float64; and proof that the enumeration can fail."""
+"""The rules that keep the distribution, by exact enumeration in float64, with negative controls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES: dict[str, Shape] = {
 
 @cache
 def toy(name: str, path: tuple[int, ...]) -> Tensor:
-    """A distribution that depends on the whole prefix; every other one rules a token out."""
+    """Return a distribution that depends on the whole prefix. Every other distribution excludes a token."""
     seed = sum((token + 1) * 7**i for i, token in enumerate(path)) * 2 + (name == "target")
     p = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(1.5).softmax(-1)
     if seed // 2 % 2:
@@ -59,7 +59,7 @@ class Drafter:
     """Draws siblings without replacement, or chooses them, from distributions that depend on the prefix."""
 
     def __init__(self, shape: Shape, made: str, same: bool = False, least: float = 0.0) -> None:
-        """`least`: probability of a path, by the drafter, below which it ends."""
+        """Create a drafter that ends paths with a probability below `least`."""
         self._shape, self._made, self._name, self._least = shape, made, "target" if same else "drafter", least
 
     def __call__(self, chance: Script) -> Draft:
@@ -97,7 +97,7 @@ class Drafter:
 
 
 def by_levels(shape: Shape) -> Callable[[Script], Draft]:
-    """One draw for all parents of a depth, as of heads; its q hangs on what was drawn first above."""
+    """Draw once for all parents of a depth, like heads. q depends on the first draw of the previous depth."""
 
     def draft(chance: Script) -> Draft:
         widths: dict[int, int] = defaultdict(int)
@@ -118,7 +118,7 @@ def by_levels(shape: Shape) -> Callable[[Script], Draft]:
 
 
 def placed(shape: Shape, levels: Sequence[tuple[Sequence[int], Tensor]]) -> Draft:
-    """The tree of these levels' candidates."""
+    """Return the tree of the levels' candidates."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     tokens: list[int] = []
     parents: list[int] = []
@@ -145,7 +145,7 @@ MADE = ["drawn", "chosen", "drawn, then chosen below", "what q rules out chosen,
 
 
 def texts(walk: Walk, drafter: Callable[[Script], Draft], length: int) -> dict[tuple[int, ...], float]:
-    """The exact distribution of the text's first `length` tokens: one round, then plain decoding."""
+    """Return the exact distribution of the text's first `length` tokens, for one round and then plain decoding."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
     rounds = outcomes(lambda chance: walk(drafter(chance), target, chance))
     for verdict, probability in rounds.items():
@@ -157,7 +157,7 @@ def texts(walk: Walk, drafter: Callable[[Script], Draft], length: int) -> dict[t
 
 
 def distance(walk: Walk, drafter: Callable[[Script], Draft], length: int) -> float:
-    """Total variation between the rule's texts and the target's own."""
+    """Return the total variation distance between the rule's texts and the target's texts."""
     found = texts(walk, drafter, length)
     own = {
         text: float(torch.stack([target(0, text[:i])[text[i]] for i in range(length)]).prod())
@@ -168,7 +168,7 @@ def distance(walk: Walk, drafter: Callable[[Script], Draft], length: int) -> flo
 
 
 def kept(walk: Walk, drafter: Callable[[Script], Draft], shaped: Shaped = target) -> float:
-    """Drafted tokens that stand, on average."""
+    """Return the mean number of accepted tokens."""
     rounds = outcomes(lambda chance: len(walk(drafter(chance), shaped, chance).path))
     return sum(count * probability for count, probability in rounds.items())
 
@@ -220,7 +220,7 @@ def test_a_verdict_is_a_path_of_the_draft() -> None:
 
 
 def test_the_example_of_the_block_verification_paper() -> None:
-    """A chain of two, whatever the prefix p = (1/3, 2/3) and q = (2/3, 1/3): arXiv 2403.10444, section 2."""
+    """A chain of two, with p = (1/3, 2/3) and q = (2/3, 1/3) for any prefix, as in arXiv 2403.10444, section 2."""
     p, q = torch.tensor([1.0, 2.0]).double() / 3, torch.tensor([2.0, 1.0]).double() / 3
 
     def drafter(chance: Script) -> Draft:
@@ -322,8 +322,8 @@ def test_one_draw_for_parents_of_two_depths_is_noticed() -> None:
     assert broken("rejection", "siblings everywhere", drafter) > 0.01
 
 
-def test_a_chosen_token_that_poses_as_drawn_is_noticed() -> None:
-    """The likeliest token, with the q it was chosen by: q is no distribution over it."""
+def test_a_chosen_token_declared_as_drawn_is_noticed() -> None:
+    """The draft is the most likely token with q, but it was not drawn from q."""
 
     def drafter(chance: Script) -> Draft:
         q = toy("drafter", ())
@@ -333,7 +333,7 @@ def test_a_chosen_token_that_poses_as_drawn_is_noticed() -> None:
 
 
 def test_a_shape_that_depends_on_what_was_drawn_is_noticed() -> None:
-    """Two are drawn, and the one that looks better is drafted: that is why a tree's shape is fixed beforehand."""
+    """Two tokens are drawn, and the better one is drafted. Therefore, a tree's shape is fixed before the draws."""
 
     def drafter(chance: Script) -> Draft:
         q = toy("drafter", ())
@@ -343,8 +343,8 @@ def test_a_shape_that_depends_on_what_was_drawn_is_noticed() -> None:
     assert broken("rejection", "chain of 1", drafter) > 0.01
 
 
-def test_draws_that_come_again_after_a_round_that_threw_them_away_are_noticed() -> None:
-    """Block verification refused the first token partly for what the second was; that one is no longer random."""
+def test_reusing_draws_of_a_rejected_round_is_noticed() -> None:
+    """Block verification rejected the first token partly because of the second, which is then no longer random."""
     p, q = torch.tensor([5.0, 3.0, 2.0]).double() / 10, torch.tensor([2.0, 3.0, 5.0]).double() / 10
 
     def two_rounds(chance: Script, again: bool) -> tuple[int, ...]:
@@ -418,7 +418,7 @@ def test_an_invalid_distribution_is_an_error(wrong: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("token", "u"), [(4, 0.5), (-1, 0.5), (0, 1.0), (0, -0.1), (0, float("nan"))])
-def test_no_such_token_and_no_such_u_are_errors(token: int, u: float) -> None:
+def test_invalid_tokens_and_invalid_u_are_errors(token: int, u: float) -> None:
     with pytest.raises(InvalidOption):
         acceptance_step(P, Q, token, u)
 

@@ -1,4 +1,4 @@
-"""The rules with sampler, drafter, engine and noise, by statistics. For the walks, see test_rejection.py."""
+"""Statistics of the rules with sampler, drafter, engine and noise. For the walks, see test_rejection.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_texts_have_the_targets_distribution(case: tuple[str, DraftBudget]) -> N
 
 
 def heads(other: Bigram, vocab: int) -> Medusa:
-    """The first guesses what the draft model does two places on, the second another thing."""
+    """Return two heads. The first guesses the draft model's token two positions ahead, and the second another token."""
     tensors = {f"lm_heads.{head}.weight": other.table.roll(head, 0).T for head in range(2)}
     config = MedusaConfig(vocab, vocab, heads=2, layers=0)
     return Medusa(config, tensors, TARGET)
@@ -94,7 +94,7 @@ def test_the_q_of_another_parent_is_noticed() -> None:
 
 @pytest.mark.slow
 def test_noise_shared_with_the_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that draws with the target's own noise, as it should under match."""
+    """The drafter draws with the target's own noise, as with the rule `match`."""
 
     def shared(self: Sampler, prefix: Prefix, logits: Tensor, count: int, subset: None) -> Ranked:
         return Ranked([self.choose(prefix, logits)], [0.0], self.distribution(prefix, logits))
@@ -136,7 +136,7 @@ def test_without_a_drafter_the_text_is_matchs(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_model_that_drafts_for_itself_is_always_accepted(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any slip in q, p, the cuts or the draft's cache shows as a rejection."""
+    """Any error in q, p, the truncation or the draft's cache would cause a rejection."""
     monkeypatch.setattr(growth, "_DRAWN", 0.0)
     for cuts in ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}):
         sampling = Sampling(max_new_tokens=40, temperature=0.8, seed=4, rule=rule, **cuts)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_q_covers_the_targets_vocabulary() -> None:
 
 
 def test_candidates_are_drawn_without_replacement() -> None:
-    """First and second of two: the exact probability of every ordered pair, by chi-square."""
+    """Compare ordered pairs of draws with their exact probabilities by chi-square."""
     logits, draws = Q[0].log(), 3000
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
@@ -218,8 +218,8 @@ def test_candidates_are_drawn_without_replacement() -> None:
     assert total < 20.5, "5 degrees of freedom, 0.1 %"
 
 
-def test_a_place_that_is_drafted_again_is_drawn_anew() -> None:
-    """The same prefix and position, once in the middle of a round and once at the start of the next."""
+def test_a_position_that_is_drafted_again_gets_new_draws() -> None:
+    """The same prefix and position is drafted in the middle of a round, and at the start of the next round."""
     logits = torch.zeros(1, 1000)
     middle = Sampler(1.0, rule="block").rank(Prefix([1, 2]), logits, [[3]], 20)[0].tokens
     start = Sampler(1.0, rule="block").rank(Prefix([1, 2, 3]), logits, [[]], 20)[0].tokens

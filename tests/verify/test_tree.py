@@ -56,7 +56,7 @@ def test_every_valid_draft_passes_the_check(draft: Draft) -> None:
     ("tokens", "parents"),
     [((1, 2), (0,)), ((1,), (1,)), ((1, 2), (0, 2)), ((1, 1), (0, 0)), ((1,), (-1,))],
 )
-def test_the_check_refuses_what_is_not_a_tree(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
+def test_the_check_refuses_invalid_trees(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
     with pytest.raises(InvalidOption):
         check(Draft(tokens, parents))
 
@@ -85,7 +85,7 @@ def test_a_fixed_shape_is_a_tree_within_its_budget(nodes: int, depth: int, branc
     assert max(wide.values(), default=0) <= branch
 
 
-def test_a_fixed_shape_is_widest_where_it_is_likeliest() -> None:
+def test_a_fixed_shape_is_widest_at_the_most_likely_nodes() -> None:
     assert shape(DraftBudget.chain(4)) == {(): 1, (0,): 1, (0, 0): 1, (0, 0, 0): 1}
     wide = shape(DraftBudget(16, 5, 3))
     assert wide[()] >= wide[(0,)] >= wide[(0, 0)] >= wide[(0, 0, 0)]

@@ -25,7 +25,7 @@ def trees(nodes: int, vocab: int) -> Iterator[Draft]:
 
 
 def expected(draft: Draft, choices: tuple[int, ...]) -> Verdict:
-    """The walk in words: follow the choices as long as a path of the tree spells them."""
+    """Walk by definition: follow the choices as long as a path of the tree contains them."""
     spelled = {
         tuple(draft.tokens[r - 1] for r in reversed(path_to(draft, row)[:-1])): row
         for row in range(len(draft.tokens) + 1)

@@ -1,4 +1,4 @@
-"""Models that see, compared with transformers at every position."""
+"""Vision models, compared with transformers at every position."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def _text(llm: LLM, prompt: Any, **options: Any) -> tuple[int, ...]:
 
 
 def _prompt(first: int = 1, tail: int = 4) -> Any:
-    """A chat with two pictures, the first of which depends on `first`, and a tail of text."""
+    """Return a chat with two pictures and a tail of text. The first picture depends on `first`."""
     return chat("Look at ", picture(40, 70, first), " and ", picture(20, 20, 2), " a b" * tail)
 
 
 def _tail(kind: str) -> int:
-    """Return a length of the tail with which prompts have prefixes to share. Some models share only whole chunks."""
+    """Return a tail length that gives prompts common prefixes to share. Some models share only whole chunks."""
     return 80 if kind.startswith(("qwen3_5", "gemma4", "lfm2")) else 4
 
 

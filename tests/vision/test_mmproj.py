@@ -1,4 +1,4 @@
-"""Vision towers from mmproj files of llama.cpp's converter, and the choice of a file."""
+"""Vision towers from mmproj files of llama.cpp's converter, and the choice of a file by the loader."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_tower_of_an_mmproj_file_encodes_as_the_original(name: str) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
-def test_a_pair_of_files_writes_as_the_original(drafter: str, tmp_path: Path) -> None:
+def test_a_pair_of_files_writes_the_same_text_as_the_original(drafter: str, tmp_path: Path) -> None:
     for name, file in (("model-f32.gguf", "smolvlm-text.gguf"), ("mmproj-model-f32.gguf", "smolvlm.gguf")):
         shutil.copy(_GOLDEN / file, tmp_path / name)
     llm = paceline.load(tmp_path / "model-f32.gguf", dtype="float32", drafter=drafter)
@@ -48,7 +48,7 @@ def test_a_pair_of_files_writes_as_the_original(drafter: str, tmp_path: Path) ->
     assert list(reply.token_ids) == json.loads((_GOLDEN / "smolvlm-reply.json").read_text("utf-8"))
 
 
-def test_a_file_beside_the_model_is_found_and_must_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_projector_next_to_the_model_is_found_and_must_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tmp_path / "model-Q4_0.gguf"
     model.touch()
     assert open_vision(model, torch.float32, _CPU, False, TINY) is None

@@ -1,4 +1,4 @@
-"""Pictures from every kind of source, and files that are damaged or made to do harm."""
+"""Pictures from every kind of source, and damaged or hostile files."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from tests.support.pictures import (
 )
 
 PLAIN = encoded(noise())
+pytestmark = pytest.mark.forks
 
 
 def pixels(image: Image.Image) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The table of models that see, in docs/reference/models.md."""
+"""The table of vision models in docs/reference/models.md."""
 
 from __future__ import annotations
 

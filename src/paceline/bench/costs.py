@@ -38,7 +38,7 @@ class Costs:
         growth: Additional time of a pass for each additional token of context.
         prefill: Time per token of a prompt of `PREFIX` tokens.
         prefill_growth: Additional time of a prompt token for each additional token before it.
-        host: Time of a round without its pass and its draft.
+        host: Time of a round, excluding the pass and the draft.
     """
 
     passes: dict[int, float]
@@ -162,7 +162,7 @@ def lengthen(probe: PassTimer, context: int) -> tuple[float, float]:
 
 
 def _host(model: Loaded) -> float:
-    """Return the time of a plain round without its pass in seconds, from the fastest of three replies."""
+    """Return the time of a plain round, excluding the pass, in seconds. The fastest of three replies is used."""
     llm = LLM(model)
     prompt, rounds = llm.prompt_ids(_PROMPT), []
     for _ in range(3):

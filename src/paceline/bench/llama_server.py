@@ -38,7 +38,7 @@ def llama_server(setup: PeerSetup) -> PeerAnswer:
     def server(drafter: str) -> _LlamaServer:
         draft = ("-md", setup.draft, "-td", str(setup.threads)) if drafter == "draft" else ()
         threads = ("-t", str(setup.threads), "-tb", str(setup.threads))
-        # With one slot and without a prompt cache, only ngram-mod keeps anything of an earlier prompt.
+        # With one slot and without a prompt cache, only ngram-mod remembers anything from an earlier prompt.
         slots = ("-np", "1", "-c", str(setup.positions + 64), "--cache-ram", "0", "--no-webui")
         return _LlamaServer([program, "-m", path, *threads, *slots, *SPECULATION[drafter], *draft])
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.bench.questions import Question
-from paceline.engine.stats import Stats
 from paceline.errors import PacelineError
+
+if TYPE_CHECKING:  # peers' processes import this module, and not all of them need torch
+    from paceline.bench.questions import Question
+    from paceline.engine.stats import Stats
 
 
 class SystemFailed(PacelineError):
@@ -31,7 +33,7 @@ class MeasuredReply:
     stats: tuple[Stats, ...] = ()
 
 
-Answer = Callable[[Question], MeasuredReply]
+Answer = Callable[["Question"], MeasuredReply]
 """A system under test. It converts a question's text to a reply, including chat template and tokenisation."""
 
 

@@ -84,7 +84,7 @@ class PeerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of this process with its import path and without Paceline's settings of torch.
+    """Return the environment of this process, with its import path and without Paceline's settings for torch.
 
     `GOMP_SPINCOUNT` would slow down a program that waits a thousand times per token.
     """

@@ -1,7 +1,7 @@
 """Other programs that run the same weights: transformers, llama.cpp (its library and its server), OpenVINO GenAI.
 
 Each program runs in its own process (`peer_process.py`), reads the same file with its default settings, tokenises the
-same rendered prompt and stops at the same tokens. It must not keep anything of an earlier prompt.
+same rendered prompt and stops at the same tokens. It must not remember anything from an earlier prompt.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Transformers:
     """Draft length of prompt lookup, as in transformers' documentation."""
 
     def __init__(self, path: Path, dtype: Any, device: str = "cpu") -> None:
-        """Load a model. A GGUF file takes some 20 s, since transformers converts it tensor by tensor."""
+        """Load a model. A GGUF file takes about 20 s, since transformers converts it tensor by tensor."""
         self.library = _library("transformers", "transformers accelerate")
         self.library.logging.disable_progress_bar()
         # Its warning about packed weights does not apply here, as `_check_dense` verifies.

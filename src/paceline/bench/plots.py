@@ -70,7 +70,7 @@ def require_matplotlib() -> None:
     """Raise `InvalidOption` if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         fix = f"Install it: {install_line('bench')}"
-        raise InvalidOption("an HTML report needs matplotlib for its plots, which is not installed", fix)
+        raise InvalidOption("an HTML report needs matplotlib, which is not installed", fix)
 
 
 def dot_plot(rows: Mapping[str, Sequence[float]], series: Sequence[Series], axis: str, unit: str) -> str:

@@ -119,7 +119,7 @@ class Comparison:
 
 
 def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
-    """Split DRAFTER@SIZE into drafter and size. The size is None without one: other text after "@" is an adapter."""
+    """Split DRAFTER@SIZE into drafter and size. The size may be missing (None): other text after "@" is an adapter."""
     spec, _, text = drafter.rpartition("@")
     size = parse_size(text) if spec else None
     return (drafter, None) if size is None else (spec, size)

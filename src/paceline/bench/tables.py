@@ -75,7 +75,7 @@ def interval(ratio: Mapping[str, float] | None) -> str:
 
 
 def _speeds(summaries: Sequence[Summary]) -> Grid:
-    columns = ["system", "tok/s", "x undrafted [95 %]", "decoding only", "decode tok/s", "first token, ms"]
+    columns = ["system", "tok/s", "x plain [95 %]", "decoding only", "decode tok/s", "first token, ms"]
     rows = []
     for s in summaries:
         inside, categories, drafts = s["inside"], s["categories"], bool(s["drafter"])
@@ -101,7 +101,7 @@ def _speeds(summaries: Sequence[Summary]) -> Grid:
 def _over(part: Sequence[Summary]) -> Grid:
     peers = [s["system"] for s in part if s["program"] != "paceline"]
     rows = [[s["system"], *(interval(s["ratios"][peer]) for peer in peers)] for s in part if s["program"] == "paceline"]
-    title = f"Speed relative to, median of questions [95 %]{temperature_suffix(part)}"
+    title = f"Speed relative to other programs, median of questions [95 %]{temperature_suffix(part)}"
     return Grid(title, ["system", *peers], rows)
 
 
@@ -116,7 +116,9 @@ def _depths(drafting: Sequence[Summary]) -> Grid:
     shares = {s["system"]: s["inside"]["accepted_at"] for s in drafting}
     deepest = max(map(len, shares.values()))
     rows = [[name, *(f"{x:.2f}" for x in found), *[""] * (deepest - len(found))] for name, found in shares.items()]
-    return Grid("Share of rounds that accepted a draft to depth", ["drafter", *map(str, range(1, deepest + 1))], rows)
+    return Grid(
+        "Share of rounds that accepted a draft to this depth", ["drafter", *map(str, range(1, deepest + 1))], rows
+    )
 
 
 def _rounds(ours: Sequence[Summary]) -> Grid:

@@ -12,10 +12,10 @@ States are immutable, so copies (forks, prefix cache, checkpoints) are reference
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,29 @@ def _history(parents: tuple[int, ...], count: int) -> Tensor:
         above = before if parent == NONE else lines[parent]
         lines.append([*above, count - 1 + row][-count:])
     return torch.tensor(lines)
+
+
+class Stretch(NamedTuple):
+    """Consecutive rows of one slot that a recurrence takes together.
+
+    Attributes:
+        slot: Index of the slot in the pass.
+        first: First row, counted from the slot's first row in the pass.
+        tree: The tree that the rows end.
+        state: The state before the tree.
+        earlier: Updates of the tree's rows before these, each [start, ...]. None if there are none.
+    """
+
+    slot: int
+    first: int
+    tree: Tree
+    state: Tensors
+    earlier: Tensors | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The rows, counted from the slot's first row in the pass."""
+        return slice(self.first, self.first + len(self.tree.parents) - self.tree.start)
 
 
 class Recurrence(ABC):
@@ -266,46 +289,63 @@ class StatePass(SlabPass):
         """
         # Prompts also use exact attention, so that a text can continue from any state with the same bits.
         super().__init__(plans, layers, indices, False)
-        self._rows, self._recurrences, self._before, self._fed = rows, recurrences, before, fed
+        self.rows, self._recurrences, self._before, self._fed = rows, recurrences, before, fed
         ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
         self._trees = [Tree(p[:end], start) for p, end, start in zip(rows.parents, ends, rows.starts, strict=True)]
 
     def recur(self, layer: int, inputs: Tensors) -> Tensor:
         """See `protocols.RecurrentPass.recur`."""
-        counts = self._rows.counts
-        lines = [self._recur(layer, b, tuple(x[b, :count] for x in inputs)) for b, count in enumerate(counts)]
+        lines: list[list[Tensor]] = [[] for _ in self.rows.slots]
+        for stretch in self.stretches(layer):
+            own, b = tuple(x[stretch.slot, stretch.rows] for x in inputs), stretch.slot
+            scan = self._recurrences[layer].scan
+            out, updates, end = scan(stretch.state, stretch.earlier, stretch.tree, own, self.rows.prefill)
+            known = self.known(layer, b)
+            self.keep(
+                layer, stretch, tuple(map(torch.cat, zip(known, updates, strict=True))) if known else updates, end
+            )
+            lines[b].append(out)
         room = inputs[0].shape[1]
         # Padding repeats the first row's token, and so its output (see `SlabPass.attend`).
-        return torch.stack([torch.cat([x, x[:1].expand(room - len(x), *x.shape[1:])]) for x in lines])
+        whole = [torch.cat(parts) for parts in lines]
+        return torch.stack([torch.cat([x, x[:1].expand(room - len(x), *x.shape[1:])]) for x in whole])
 
-    def _recur(self, layer: int, b: int, inputs: Tensors) -> Tensor:
-        """Return the outputs [T, ...] of one slot's rows."""
-        if self._rows.prefill:
-            return self._prompt(layer, b, inputs)
-        tree, fed, recurrence = self._trees[b], self._fed[b], self._recurrences[layer]
-        start, state = tree.start, self._before[b][layer]
-        earlier = tuple(x[:start] for x in fed.updates[layer]) if start else None
-        ends = fed.after.setdefault(layer, {}) if start else {}
-        if tree.is_chain and start in ends:
-            out, updates, end = recurrence.scan(ends[start], None, _chain(len(tree.parents) - start), inputs, False)
-        else:
-            out, updates, end = recurrence.scan(state, earlier, tree, inputs, False)
-        fed.updates[layer] = tuple(map(torch.cat, zip(earlier, updates, strict=True))) if earlier else updates
-        fed.after[layer] = {} if end is None else {len(tree.parents): end}
-        return out
+    def stretches(self, layer: int) -> Iterator[Stretch]:
+        """Yield the rows of the pass as a layer's recurrence takes them, in order. Call `keep` before the next one."""
+        for b in range(len(self.rows.slots)):
+            if self.rows.prefill:
+                yield from self._prompt(layer, b)
+                continue
+            tree, fed, state = self._trees[b], self._fed[b], self._before[b][layer]
+            start, ends = tree.start, fed.after.get(layer, {})
+            if start and tree.is_chain and start in ends:
+                yield Stretch(b, 0, _chain(len(tree.parents) - start), ends[start])
+            else:
+                yield Stretch(b, 0, tree, state, self.known(layer, b))
 
-    def _prompt(self, layer: int, b: int, inputs: Tensors) -> Tensor:
-        """Do the work of `_recur` for a prompt chunk, in parts that end at checkpoints."""
-        state, fed, parts, done = self._before[b][layer], self._fed[b], list[Tensor](), 0
-        fed.updates[layer], fed.after[layer] = (), {}
-        for end in _ends(self._rows.lengths[b], len(inputs[0])):
-            chunk = tuple(x[done:end] for x in inputs)
-            out, _, after = self._recurrences[layer].scan(state, None, _chain(end - done), chunk, True)
-            assert after is not None
-            state = fed.after[layer][end] = after
-            parts.append(out)
-            done = end
-        return torch.cat(parts)
+    def known(self, layer: int, b: int) -> Tensors | None:
+        """Return the updates of the rows that slot `b` has fed in earlier passes since its last commit, each [start,
+        ...]. None if there are none."""
+        start = 0 if self.rows.prefill else self._trees[b].start
+        return tuple(x[:start] for x in self._fed[b].updates[layer]) if start else None
+
+    def keep(self, layer: int, stretch: Stretch, updates: Tensors, end: Tensors | None) -> None:
+        """Record the updates of all rows since the slot's last commit (() for a prompt), and the state after the
+        stretch (None if the rows are a tree)."""
+        fed = self._fed[stretch.slot]
+        fed.updates[layer] = updates
+        if not stretch.first:
+            fed.after[layer] = {}
+        if end is not None:
+            prompt = self.rows.prefill
+            fed.after[layer][stretch.rows.stop if prompt else len(self._trees[stretch.slot].parents)] = end
+
+    def _prompt(self, layer: int, b: int) -> Iterator[Stretch]:
+        """Yield a prompt chunk in parts that end at checkpoints."""
+        state, done = self._before[b][layer], 0
+        for end in _ends(self.rows.lengths[b], self.rows.counts[b]):
+            yield Stretch(b, done, _chain(end - done), state)
+            state, done = self._fed[b].after[layer][end], end
 
 
 def _chain(count: int) -> Tree:

@@ -1,4 +1,4 @@
-"""`paceline certify`: tests if the speculation of an OpenAI-compatible endpoint is lossless.
+"""`paceline certify`: tests whether the speculation of an OpenAI-compatible endpoint is lossless.
 
-The room imports neither torch nor models, and it speaks only HTTP: `python -m paceline.certify` works for any server.
+This package imports neither torch nor models, and it only uses HTTP: `python -m paceline.certify` works for any server.
 """

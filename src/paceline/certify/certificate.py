@@ -38,21 +38,21 @@ class Check:
 
 @dataclass
 class Certificate:
-    """Everything that was asked and seen. Contains no key.
+    """The results of a test, and the facts about it. Contains no API key.
 
     Attributes:
         facts: Addresses, programs, versions, date, command and seed, by name.
-        sizes: The amounts of work that were planned.
+        sizes: Planned amounts of work.
         greedy: Greedy texts.
         sampled: Distributions, by setting.
         scored: Long sampled texts.
         features: Features, by probe.
         load: Replies under load.
-        quality: Right answers.
+        quality: Correct answers.
         speed: Tokens per second. None if the endpoint counts no tokens.
         smallest: The smallest example of a real divergence, if there is one.
-        drafted: Tokens that were drafted with speculation, and on the plain side, where it should be none. None if the
-            endpoint does not report it.
+        drafted: Number of tokens drafted on the speculative side and on the plain side, where it should be 0. None if
+            the endpoint does not report it.
     """
 
     facts: dict[str, Any]
@@ -82,7 +82,9 @@ class Certificate:
         g = self.greedy
         for name, repeated in (("with speculation", g.repeated), ("plain", g.plain_repeated)):
             state = "pass" if repeated == g.prompts else "note"
-            yield Check("greedy", f"repeatable, {name}", state, f"{repeated} of {g.prompts} prompts repeat their text")
+            yield Check(
+                "greedy", f"repeatable, {name}", state, f"{repeated} of {g.prompts} prompts give the same text twice"
+            )
         parted = f"{g.real} real divergences, {g.near_ties} near-ties, {g.unknown} without log-probabilities"
         parted += f"; {g.refused} prompts were refused" if g.refused else ""
         state = "pass" if not g.differs else "fail" if g.real or not g.unknown else "note"
@@ -96,7 +98,7 @@ class Certificate:
             seen += f"; fresh samples: p = {s.repeated_p_value:.2g}" if s.repeated_p_value is not None else ""
             found = f"a shift of {s.detectable:.1%} would have been found with probability 0.95"
             seen += f"; {found}" if s.detectable < 1 else "; too few to find a shift"
-            seen += f"; equal seeds give equal replies in {s.equal_seeds:.0%}"
+            seen += f"; equal seeds give equal replies in {s.equal_seeds:.0%} of cases"
             state = "fail" if s.differs else "pass" if s.detectable < 1 else "note"
             yield Check("sampled", s.setting, state, seen)
         if t := self.scored:
@@ -111,7 +113,7 @@ class Certificate:
             seen += f"; {x.swapped} are another request's reply" if x.swapped else ""
             yield Check("load", f"{x.width} at a time", "fail" if x.differs else "pass", seen)
         if q := self.quality:
-            seen = f"{q.right} of {q.questions} right, {q.plain_right} without speculation (p = {q.p_value:.2g})"
+            seen = f"{q.right} of {q.questions} correct, {q.plain_right} without speculation (p = {q.p_value:.2g})"
             says_little = q.plain_right < _FEWEST
             seen += "; too few to show a loss" if says_little else ""
             yield Check("quality", "questions", "fail" if q.differs else "note" if says_little else "pass", seen)
@@ -135,13 +137,16 @@ class Certificate:
             )
         if g.differs:
             return INCONCLUSIVE, (
-                f"{g.unknown} of {g.prompts} greedy texts differ. Rounding is possible, since the endpoints give no "
-                "log-probabilities for them"
+                f"{g.unknown} of {g.prompts} greedy texts differ. Rounding may be the reason: the endpoints give no "
+                "log-probabilities that would rule it out"
             )
         if g.is_repeatable and g.real:
-            return INCONCLUSIVE, f"{g.real} real divergences, but no time to repeat them: allow more with --seconds"
+            return (
+                INCONCLUSIVE,
+                f"{g.real} real divergences, but no time to repeat them: allow more time with --seconds",
+            )
         if g.prompts < _FEWEST:
-            return INCONCLUSIVE, f"there was time for only {g.prompts} prompts: allow more with --seconds"
+            return INCONCLUSIVE, f"there was time for only {g.prompts} prompts: allow more time with --seconds"
         power = max((s.detectable for s in self.sampled), default=1.0)
         sampling = f"sampling: a shift of {power:.1%} total variation would have been found with probability 0.95"
         if power == 1:
@@ -149,20 +154,20 @@ class Certificate:
         if late := [f.feature for f in self.features if f.state == "not run"]:
             return (
                 INCONCLUSIVE,
-                f"nothing failed, but there was no time for {', '.join(late)}: allow more with --seconds",
+                f"nothing failed, but there was no time for {', '.join(late)}: allow more time with --seconds",
             )
         if g.is_bitwise:
             return BITWISE, f"all {g.prompts} greedy texts are identical, and no check failed; {sampling}"
         if g.is_repeatable and g.near_ties and not g.real and not g.unknown:
-            return NEAR_TIES, f"{g.near_ties} of {g.prompts} greedy texts part, all of them at near-ties; {sampling}"
+            return NEAR_TIES, f"{g.near_ties} of {g.prompts} greedy texts diverge, all of them at near-ties; {sampling}"
         if power < 1:
-            repeats = f"{g.repeated} and {g.plain_repeated} of {g.prompts} greedy texts repeat on the two sides"
+            repeats = f"{g.repeated} and {g.plain_repeated} of {g.prompts} greedy texts are repeatable on the two sides"
             return DISTRIBUTION, f"{repeats}; {sampling}"
-        return INCONCLUSIVE, "greedy texts do not repeat, and there are too few samples to compare distributions"
+        return INCONCLUSIVE, "greedy texts are not repeatable, and too few samples were drawn to compare distributions"
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command: 0 if the speculation is lossless, 3 if not, 4 if nothing can be said."""
+        """Exit code of the command: 0 if the speculation is lossless, 3 if not, 4 if the test is inconclusive."""
         return EXIT_CODES[self.verdict()[0]]
 
     def as_json(self) -> dict[str, Any]:

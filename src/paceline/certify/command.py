@@ -117,12 +117,13 @@ def _address(text: str) -> str:
 
 
 def _confirm(sizes: WorkSizes, prompts: int, yes: bool) -> None:
-    """Say how much is asked, and wait for the user's consent."""
+    """Print how many requests the test needs, and wait for the user's consent."""
     if prompts:
         sizes = WorkSizes(prompts, *(getattr(sizes, name) for name in list(WorkSizes.__slots__)[1:]))
     work = f"up to {sizes.requests():,} requests and {sizes.most_tokens():,} generated tokens"
     print(
-        f"This sends {work}, in at most {sizes.seconds / 60:.0f} minutes. Differences are asked again.", file=sys.stderr
+        f"This sends {work}, in at most {sizes.seconds / 60:.0f} minutes. Requests whose replies differ are repeated.",
+        file=sys.stderr,
     )
     if yes:
         return

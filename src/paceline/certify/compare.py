@@ -13,7 +13,7 @@ from paceline.certify.side import NotOffered, Side
 from paceline.certify.transport import EndpointError
 
 ALPHA = 0.001
-"""Probability of a false alarm that each part of a certificate may have."""
+"""Maximum probability of a false alarm in each part of a certificate."""
 
 _SHOWN = 120
 T = TypeVar("T")
@@ -26,10 +26,10 @@ class Sides:
 
     Attributes:
         speculative: The endpoint with speculation.
-        plain: The endpoint without.
-        concurrency: Requests at a time, where the part does not choose them itself.
+        plain: The endpoint without speculation.
+        concurrency: Number of simultaneous requests in parts that do not choose it themselves.
         near: Gap of log-probabilities below which two tokens are a near-tie, in nats.
-        note: Called with a line on progress.
+        note: Called with a line about the progress.
         plain_drafts: True if the plain side is meant to speculate too, with another drafter.
     """
 
@@ -51,14 +51,14 @@ class Sides:
         return time.monotonic() > self._end
 
     def in_time(self, items: Iterable[T]) -> Iterable[T]:
-        """Yield items while there is time, at least one."""
+        """Yield items while there is time left, but at least one."""
         for i, item in enumerate(items):
             if i and self.late:
                 return
             yield item
 
     def at_once(self, function: Callable[[T], R], items: Iterable[T], width: int | None = None) -> list[R]:
-        """Return the results for the items, computed in threads, as far as the time allows."""
+        """Compute results in threads. Return the results for as many items as the time allows."""
         width = width or self.concurrency
         if width == 1:
             return [function(item) for item in self.in_time(items)]
@@ -81,8 +81,8 @@ class Difference:
         fields: Fields of the request.
         prefix: End of the common prefix.
         speculative: Continuation with speculation.
-        plain: Continuation without.
-        gap: Log-probability of plain decoding's token less that of the other token, on the plain side. None if unknown.
+        plain: Continuation without speculation.
+        gap: Log-probability of the plain token minus the speculative token's, on the plain side. None if unknown.
         speculative_gap: The same on the speculative side, with the roles exchanged.
         is_near_tie: True if the gap is smaller than the limit. None if no gap is known.
     """
@@ -126,7 +126,7 @@ def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], specul
 
 
 def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: str, near: float) -> float | None:
-    """Return how much likelier a side's own token is than the other's, where the texts first differ.
+    """Return how much more likely a side's own token is than the other side's, where the texts first differ.
 
     Returns:
         The gap in nats, or a lower bound if the other token is not among the alternatives. None if the side gives no
@@ -153,14 +153,14 @@ def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: 
             return bound if bound >= near else None
         if same:
             return token.logprob - same[max(same, key=len)]
-        # The other side has ended the reply here, with a token without text, or its token is an unlikely one.
+        # The other side has ended the reply here, with a token without text, or its token is unlikely.
         return token.logprob - (min(others.values()) if rest else max(others.values()))
     return None
 
 
 def _least_gap(logprob: float) -> float:
-    """Return how much likelier a token is than any other, at least: all others share the remaining probability."""
-    # Some servers report 0 for tokens that they have no log-probability of.
+    """Return a lower bound of a token's lead over any other token, since all others share the remaining probability."""
+    # Some servers report 0 for tokens without a known log-probability.
     return logprob - math.log(-math.expm1(logprob)) if logprob < 0 else -math.inf
 
 

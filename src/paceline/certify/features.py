@@ -1,6 +1,6 @@
 """Features that a drafter can corrupt: stop strings, limits, log-probabilities, streams, tools and others.
 
-A probe is a function that asks one side, and returns the texts and the violated promises. Both sides are probed alike.
+A probe is a function that asks one side, and returns texts and violated promises. Both sides get the same probes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.certify.transport import EndpointError
 
 _REPEATS = 10
 _UNSCORED = ("stream", "stream_options", "n")
-"""Fields that are left out when log-probabilities are asked for."""
+"""Fields that are left out of requests for log-probabilities."""
 _TOLERANCE = 0.25
 """Difference of log-probabilities that rounding can explain, in nats."""
 _TOKENS = 32
@@ -38,7 +38,7 @@ class FeatureResult:
 
     Attributes:
         feature: Name of the feature.
-        state: "same", "differs", "not offered", "not run", or "rounding": only texts differ, as other texts do too.
+        state: "same", "differs", "not offered", "not run", or "rounding" if rounding explains the difference.
         detail: Explanation. May be empty.
         p_value: Exchange test of repeated outcomes, times the number of features. None if the outcomes are equal.
     """
@@ -96,7 +96,7 @@ def _logprobs(side: Side, plain: Side) -> Outcome:
         reply, without = _scored(side, prompt), side.ask(prompt, max_tokens=_TOKENS)
         common = _common(reply, _scored(plain, prompt))
         if any(abs(own.logprob - other.logprob) > _TOLERANCE for own, other in common):
-            broken.add("log-probabilities are not the plain side's")
+            broken.add("log-probabilities differ from the plain side's")
         if reply.tokens is not None and abs(len(reply.scores) - reply.tokens) > 1:
             broken.add("not every token has a log-probability")
         found.append((reply.text, without.text, len(reply.scores)))
@@ -111,13 +111,13 @@ def _top_logprobs(side: Side, plain: Side) -> Outcome:
             raise NotOffered("the reply has no top_logprobs")
         for own in reply.scores:
             if own.text in own.top and abs(own.top[own.text] - own.logprob) > 0.01:
-                broken.add("a token's log-probability is not its own in top_logprobs")
+                broken.add("a token's log-probability differs from its entry in top_logprobs")
             if own.top and max(own.top.values()) > own.logprob + _TOLERANCE:
                 broken.add("a greedy token is not the most likely one")
         for own, other in _common(reply, _scored(plain, prompt)):
             likely = {text for text in own.top.keys() & other.top.keys() if other.top[text] > -5}
             if any(abs(own.top[text] - other.top[text]) > _TOLERANCE for text in likely):
-                broken.add("top_logprobs are not the plain side's")
+                broken.add("top_logprobs differ from the plain side's")
         found.append(
             (reply.text, tuple(max(token.top, key=lambda text: token.top[text], default="") for token in reply.scores))
         )
@@ -148,7 +148,7 @@ def _tool_calls(side: Side, plain: Side) -> Outcome:
     }
     tool = {"type": "function", "function": {"name": "weather", "description": "Forecast", "parameters": parameters}}
     if side.raw:
-        raise NotOffered("tools need chats")
+        raise NotOffered("tools need the chat API")
     reply = side.ask(
         "What will the weather be in Lima for 3 days?", max_tokens=120, tools=[tool], tool_choice="required"
     )
@@ -175,7 +175,9 @@ def _usage(side: Side, plain: Side) -> Outcome:
     if whole.tokens is None:
         raise NotOffered("the reply has no usage")
     streamed = side.ask(_COUNT, max_tokens=17, stream=True, stream_options={"include_usage": True})
-    broken = [] if streamed.tokens in (None, whole.tokens) else ["a stream counts other tokens than a whole reply"]
+    broken = (
+        [] if streamed.tokens in (None, whole.tokens) else ["a stream counts more or fewer tokens than a whole reply"]
+    )
     return tuple(broken), (whole.text, whole.tokens, whole.prompt_tokens, streamed.tokens, streamed.prompt_tokens)
 
 
@@ -245,7 +247,7 @@ def compare_features(sides: Sides, is_bitwise: bool) -> list[FeatureResult]:
         sides.note(f"features: {feature}")
         results.append(_compare(sides, feature, probe, is_bitwise))
     late = list(PROBES)[len(results) :]
-    return [*results, *(FeatureResult(feature, "not run", "there was no time for it") for feature in late)]
+    return [*results, *(FeatureResult(feature, "not run", "there was no time left") for feature in late)]
 
 
 def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome], is_bitwise: bool) -> FeatureResult:
@@ -260,12 +262,14 @@ def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome],
         return FeatureResult(feature, "same", "; ".join(own[0]))
     if own[0] == plain[0] and (not is_bitwise or _are_near_ties(sides)):
         return FeatureResult(
-            feature, "rounding", "texts differ, but this endpoint's texts differ by near-ties or noise"
+            feature, "rounding", "texts differ, but near-ties or noise change this endpoint's texts anyway"
         )
     a, b = [own], [plain]
     while len(a) < _REPEATS:
         if sides.late:
-            return FeatureResult(feature, "not run", "differs once, but there was no time to repeat it")
+            return FeatureResult(
+                feature, "not run", "the sides differed once, but there was no time to repeat the probe"
+            )
         a.append(_outcome(probe, sides.speculative, sides.plain))
         b.append(_outcome(probe, sides.plain, sides.plain))
     kept: Sequence[tuple[Hashable, ...]] = ([x[0] for x in a], [x[0] for x in b]) if not is_bitwise else (a, b)  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from paceline.certify.statistics import Pair, exchange_test
 
 _EXAMINED = 30
 _REPEATED = 4
-"""Prompts that are asked again, up to `_REPEATS` times: one that always differs is enough."""
+"""Number of differing prompts to repeat up to `_REPEATS` times. One that always differs is enough for a verdict."""
 _REPEATS = 8
 
 
@@ -27,10 +27,10 @@ class GreedyResult:
         identical: Prompts with the same text on both sides.
         repeated: Prompts that the speculative side answered twice with the same text.
         plain_repeated: The same for the plain side.
-        near_ties: Prompts whose texts part at a near-tie.
-        real: Prompts whose texts part although one token is clearly likelier.
-        unknown: Prompts whose texts part, without log-probabilities to judge by.
-        p_value: Exchange test over all prompts except near-ties: small if the sides differ more than each from itself.
+        near_ties: Prompts whose texts diverge at a near-tie.
+        real: Prompts whose texts diverge although one token is clearly more likely.
+        unknown: Prompts whose texts diverge, without log-probabilities to judge by.
+        p_value: Exchange test over all prompts except near-ties: small if the sides differ by more than their noise.
         differences: The differences that were examined.
         refused: Prompts that an endpoint refused, for example because they are too long.
         texts: Prompt -> texts (speculative, plain) if both sides repeat them.
@@ -65,7 +65,7 @@ class GreedyResult:
 
 
 def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> GreedyResult:
-    """Ask both sides each prompt twice. Examine the differences, and ask again where texts part without a near-tie."""
+    """Ask both sides each prompt twice. Examine the differences, and repeat prompts that diverge without a near-tie."""
     fields: dict[str, Any] = {"max_tokens": tokens}
     asked: list[tuple[NamedPrompt, list[str], list[str]]] = []
     refused, began = 0, time.monotonic()
@@ -80,7 +80,7 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
         else:
             asked.append((task, a, b))
     parted = [one for one in asked if len({*one[1], *one[2]}) > 1]
-    sides.allow((time.monotonic() - began) / 2)  # to examine what differs
+    sides.allow((time.monotonic() - began) / 2)  # to examine the differences
     differences: list[Difference] = []
     pairs: list[Pair] = []
     for task, a, b in parted[:_EXAMINED]:
@@ -120,12 +120,12 @@ def shorten(sides: Sides, found: Difference, most: int = 40) -> Difference:
     Args:
         sides: Both sides. They must repeat their texts.
         found: The difference.
-        most: Largest number of trials.
+        most: Maximum number of trials.
     """
     trials = 0
 
     def texts(words: Sequence[str], tokens: int) -> tuple[str, str] | None:
-        """Return both replies if they differ at something else than a near-tie."""
+        """Return both replies if they differ, and not at a near-tie."""
         nonlocal trials
         trials += 1
         prompt, fields = " ".join(words), {"max_tokens": tokens}

@@ -16,10 +16,10 @@ class LoadResult:
     """Replies under load, compared with the same side's reply to the same request without load.
 
     Attributes:
-        width: Requests at a time.
+        width: Number of simultaneous requests.
         requests: Requests per side.
         changed: Replies of the speculative side that changed, except at near-ties.
-        plain_changed: The same for the plain side: how far plain decoding depends on the batch.
+        plain_changed: The same for the plain side, which shows how much plain decoding depends on the batch.
         swapped: Changed replies of the speculative side that are the reply to another request.
         p_value: Fisher's exact test: small if speculation makes more replies change.
     """
@@ -43,8 +43,8 @@ def compare_load(sides: Sides, texts: Mapping[str, tuple[str, str]], tokens: int
     Args:
         sides: Both sides.
         texts: Prompt -> texts of both sides without load. Each side repeats them.
-        tokens: Limit of the replies' length, as for these texts.
-        rounds: Rounds if the speculative side changes more replies in the first one.
+        tokens: Maximum length of a reply, the same as for these texts.
+        rounds: Number of rounds if the speculative side changes more replies in the first one.
     """
     solo = dict(list(texts.items())[:16])
     results: list[LoadResult] = []
@@ -68,7 +68,7 @@ def compare_load(sides: Sides, texts: Mapping[str, tuple[str, str]], tokens: int
 
 
 def _changed(sides: Sides, side: Side, solo: Mapping[str, str], tokens: int, width: int) -> dict[str, str]:
-    """Return prompt -> text for replies that are not the side's own without load, except near-ties."""
+    """Return prompt -> text for replies that differ from the side's replies without load, except at near-ties."""
     fields: dict[str, Any] = {"max_tokens": tokens}
     replies = sides.at_once(lambda prompt: (prompt, side.ask(prompt, **fields).text), solo, width)
     other = {prompt: text for prompt, text in replies if text != solo[prompt]}

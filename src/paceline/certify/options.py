@@ -25,29 +25,29 @@ class CertifyOptions:
         "Fields that switch speculation off, as JSON. Known servers have a default.", "JSON"
     )
     body: str | None = _option("Fields that switch speculation on, as JSON.", "JSON")
-    model: str | None = _option("Name of the model in requests. By default the server's first one.", "NAME")
-    plain_model: str | None = _option("Name of the model in plain requests, if it is another one.", "NAME")
+    model: str | None = _option("Name of the model in requests. By default, the server's first model.", "NAME")
+    plain_model: str | None = _option("Name of the model in plain requests, if it differs.", "NAME")
     api: str = _option("chat or completions.", "NAME", default="chat")
     drafter: str = _option("Drafter, if the target is a model instead of an address.", "DRAFTER", default="suffix")
     against: str = _option("Drafter of the other side, or none.", "DRAFTER", default="none")
     quick: bool = _option("Look only for large faults, in two minutes.", panel="Work", default=False)
     full: bool = _option("Look for small faults too, in an hour.", panel="Work", default=False)
-    prompts: Path | None = _option('Greedy prompts of your own: JSONL of {"prompt"}.', "FILE", "Work")
-    tokens: int | None = _option("Longest greedy reply, in tokens.", "N", "Work")
-    seconds: float | None = _option("Time limit of all parts together.", "S", "Work")
-    concurrency: int = _option("Requests at a time, 1 to 16, except when load is tested.", "N", "Work", 4)
+    prompts: Path | None = _option('Your own prompts for greedy replies: JSONL of {"prompt"}.', "FILE", "Work")
+    tokens: int | None = _option("Maximum length of a greedy reply, in tokens.", "N", "Work")
+    seconds: float | None = _option("Time limit for the whole test, in seconds.", "S", "Work")
+    concurrency: int = _option("Number of simultaneous requests, 1 to 16, except in the load test.", "N", "Work", 4)
     near_tie: float = _option("Gap of log-probabilities below which two tokens are a near-tie.", "NATS", "Work", 0.25)
     seed: int = _option("Seed of the built-in prompts.", "N", "Work", 0)
-    timeout: float = _option("Time limit of a request, in seconds.", "S", "Work", 300.0)
+    timeout: float = _option("Time limit for a request, in seconds.", "S", "Work", 300.0)
     out: list[Path] | None = _option(
         "Write the certificate: .json, .html or .xml (JUnit). Repeatable.", "FILE", "Output"
     )
-    yes: bool = _option("Do not ask before the start.", panel="Output", default=False)
+    yes: bool = _option("Start without asking for consent.", panel="Output", default=False)
 
     def sizes(self) -> WorkSizes:
         """Return the amounts of work. Raise `InvalidOption` if an option is not valid."""
         if self.quick and self.full:
-            raise InvalidOption("--quick and --full exclude each other", "Give one of them")
+            raise InvalidOption("--quick does not work with --full", "Give only one of them")
         for name, low, high in (
             ("concurrency", 1, 16),
             ("tokens", 1, 100_000),
@@ -81,7 +81,7 @@ def parse_body(name: str, text: str) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     """Return a parser with a flag for each field of `CertifyOptions`, and the target."""
     made = argparse.ArgumentParser("python -m paceline.certify", description=__doc__)
-    made.description = "Test if the speculation of an OpenAI-compatible endpoint is lossless."
+    made.description = "Test whether the speculation of an OpenAI-compatible endpoint is lossless."
     made.add_argument("target", metavar="TARGET", help="Address such as http://127.0.0.1:8000/v1, or a model.")
     hints = get_type_hints(CertifyOptions)
     for one in fields(CertifyOptions):

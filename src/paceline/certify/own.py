@@ -1,4 +1,4 @@
-"""A model of Paceline as an endpoint: `paceline serve` as a child process, for the time of the test."""
+"""A local model as an endpoint: `paceline serve` as a child process, for the duration of the test."""
 
 from __future__ import annotations
 

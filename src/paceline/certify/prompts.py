@@ -1,4 +1,4 @@
-"""Built-in prompts: 13 kinds, made from a seed, from a line to 8,000 tokens."""
+"""Built-in prompts of 13 kinds, generated from a seed. Their length ranges from one line to 8,000 tokens."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
     "list": _list,
     "long": _long,
 }
-"""Kind -> function that makes a prompt. Kinds take turns."""
+"""Kind -> function that generates a prompt. Kinds take turns."""
 
 
 def tasks(count: int, seed: int = 0) -> list[NamedPrompt]:
@@ -148,7 +148,7 @@ def tasks(count: int, seed: int = 0) -> list[NamedPrompt]:
     made = []
     for i, (kind, make) in enumerate(islice(cycle(KINDS.items()), count)):
         draw, turn = random.Random(f"{seed} {i}"), i // len(KINDS)
-        # The first long prompts are the shorter ones: 600 to 8,000 tokens.
+        # Long prompts take turns at four lengths, from 600 to 8,000 tokens.
         text = _long(draw, (40, 80, 160, 540)[turn % 4]) if kind == "long" else make(draw)
         made.append(NamedPrompt(kind, f"{kind} {turn + 1}", text))
     return made
@@ -166,7 +166,7 @@ def contexts(count: int, seed: int = 0) -> list[NamedPrompt]:
 
 
 def answerable(count: int, seed: int = 0) -> list[tuple[NamedPrompt, str]]:
-    """Return questions with checkable answers: `count` of arithmetic and `count` of extraction."""
+    """Return questions with checkable answers: `count` on arithmetic and `count` on extraction."""
     made = []
     for i in range(count):
         draw = random.Random(f"question {seed} {i}")

@@ -27,7 +27,7 @@ def write(certificate: Certificate, path: Path) -> None:
     """Write a certificate. The suffix decides the format: .json, .html or .xml (JUnit).
 
     Raises:
-        InvalidOption: If the suffix is another one.
+        InvalidOption: If the suffix is not one of these.
         CannotWrite: If the file cannot be written.
     """
     text = writer(path)(certificate)
@@ -69,12 +69,12 @@ def _case(check: Check) -> str:
 
 
 def _xml(text: str) -> str:
-    """Escape a text for XML, which has no form for most control characters and for lone surrogates."""
+    """Escape a text for XML, which does not allow most control characters and lone surrogates."""
     return escape(re.sub(r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
 
 
 def as_html(certificate: Certificate) -> str:
-    """Return a certificate as one page that loads nothing."""
+    """Return a certificate as a self-contained page."""
     verdict, reason = certificate.verdict()
     facts = [(name, str(value)) for name, value in (certificate.facts | certificate.usage).items()]
     shown = [certificate.smallest] if certificate.smallest else []

@@ -1,4 +1,4 @@
-"""A certificate from start to end: parts in order, each within its share of the time."""
+"""A certificate from start to finish: the parts in order, each within its share of the time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARES = {
     "quality": 0.05,
     "speed": 0.04,
 }
-"""Part -> share of the time. Time that a part leaves over goes to the parts after it."""
+"""Part -> share of the time. If a part does not use all of its time, later parts get the rest."""
 
 
 def examine(
@@ -37,8 +37,8 @@ def examine(
     Args:
         sides: The endpoints.
         sizes: Amounts of work.
-        facts: What the certificate says about the run.
-        prompts: Greedy prompts. The built-in ones by default.
+        facts: Facts about the run, for the certificate.
+        prompts: Prompts for greedy replies. By default, the built-in prompts.
         seed: Seed of the built-in prompts.
     """
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Sampling: distributions of short replies over many seeds, not texts."""
+"""Sampling: comparing the distributions of short replies over many seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 0.6": {"temperature": 0.6, "top_p": 1.0},
     "top_p 0.7": {"temperature": 1.0, "top_p": 0.7},
 }
-"""Settings to sample with. The second and the third show drafts that are shaped in another way than the reply."""
+"""Settings to sample with. The last two reveal drafts that were drawn with another temperature or top_p."""
 
 _FRESH = 1_000_000
 
@@ -53,8 +53,8 @@ def compare_sampled(sides: Sides, contexts: Sequence[NamedPrompt], seeds: int) -
     """Sample both sides, and compare the distributions of their replies.
 
     Test: Pearson's chi-square over all contexts, with rare values pooled, on whole replies and on the words at each
-    place. Holm's method controls the false alarms over all tests. What it rejects is sampled again with fresh seeds,
-    and must be rejected at 0.01 there too.
+    place. Holm's method controls the false alarms over all tests. Settings that it rejects are sampled again with fresh
+    seeds, and differ only if they are also rejected at 0.01 there.
     """
     began = time.monotonic()
     drawn = {name: pairs for name, pairs in _draw(sides, list(SETTINGS), contexts, seeds, 0).items() if pairs}
@@ -89,11 +89,11 @@ def compare_sampled(sides: Sides, contexts: Sequence[NamedPrompt], seeds: int) -
 def _draw(
     sides: Sides, names: Sequence[str], contexts: Sequence[NamedPrompt], seeds: int, first: int
 ) -> dict[str, list[Pair]]:
-    """Return setting -> replies of both sides per context. Seeds are the outer loop, so that a time limit is fair."""
+    """Return setting -> replies of both sides per context. Seeds are the outer loop, so a time limit affects all."""
 
     def one(item: tuple[int, str, NamedPrompt]) -> tuple[str, str, str, str]:
         seed, name, task = item
-        # Contexts share no seeds: the replies to one context would depend on the replies to another.
+        # Contexts share no seeds. Otherwise, the replies to different contexts would be correlated.
         own = first + seed * len(contexts) + contexts.index(task)
         fields = {"max_tokens": SAMPLED_TOKENS, "seed": own, **SETTINGS[name]}
         sides.note(f"sampled: {seed + 1} of {seeds} seeds")
@@ -116,7 +116,7 @@ def _reply(side: Side, prompt: str, fields: dict[str, Any]) -> str:
 
 
 def _tests(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Return what is compared: whole replies, and the words at each place."""
+    """Return the pairs to compare: whole replies, and the words at each place."""
     tests = [list(pairs)]
     tests += [[(_words(a, i), _words(b, i)) for a, b in pairs] for i in range(SAMPLED_TOKENS)]
     return tests

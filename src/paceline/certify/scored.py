@@ -16,7 +16,7 @@ from paceline.certify.transport import EndpointError
 
 _FRESH = 2_000_000
 _LONGEST = 2000
-"""Longest prompt, in characters: every text needs a prompt of its own, or a seed of its own."""
+"""Maximum length of a prompt, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def compare_scores(sides: Sides, tasks: Sequence[NamedPrompt], texts: int, token
             return ScoredResult(0)
         p_value, again = sign_flip([a - b for a, b, _ in first]), None
         if p_value < ALPHA:
-            sides.allow(float("inf"))  # a second set of the same size, however long it takes
+            sides.allow(float("inf"))  # a second set must have the same size, however long it takes
             fresh = _score_all(sides, asked[: len(first)], tokens, by_plain, _FRESH)
             again = sign_flip([a - b for a, b, _ in fresh])
     except (NotOffered, EndpointError):
@@ -113,14 +113,14 @@ def _text_scores(side: Side, scorer: Side | None, prompt: str, seed: int, tokens
     if scorer:
         return _echoed(scorer, prompt, reply.text)
     scored = [token for token in reply.scores if token.top]
-    # Some servers have no log-probabilities of drafted tokens, and the others are no fair sample.
+    # Some servers give no log-probabilities for drafted tokens, and the remaining tokens are not a fair sample.
     return scored if 2 * len(scored) > len(reply.scores) else []
 
 
 def _echoed(scorer: Side, prompt: str, text: str) -> Sequence[ScoredToken]:
     """Return the tokens of a text that follows a prompt, as the scorer rates them."""
     reply = scorer.ask(prompt + text, echo=True, logprobs=True, top_logprobs=1, max_tokens=1)
-    # Counted from the end: some servers spell out a first token that the prompt does not have.
+    # Count from the end, because some servers begin with a token (BOS) that is not part of the prompt's text.
     position = sum(len(token.text) for token in reply.scores) - len(reply.text)
     found = []
     for token in reply.scores:

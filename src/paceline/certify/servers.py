@@ -17,8 +17,8 @@ class KnownServer:
         name: Name of the program.
         path: Path that only this program answers. It starts with // if it is relative to the host.
         field: Key that the answer has, or text that it contains. Nested keys are joined by ".".
-        plain: Fields that switch speculation off for one request. Empty if only a restart does.
-        hint: Instruction for a plain endpoint if there is no such field.
+        plain: Fields that switch speculation off for one request. Empty if that requires a restart.
+        hint: Instructions for a plain endpoint if there is no such field.
     """
 
     name: str

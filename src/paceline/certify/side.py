@@ -80,8 +80,8 @@ class Side:
         extra: Fields that are added to every request.
         raw: True to send prompts as plain text (/completions) instead of chats.
         requests: Number of requests so far.
-        tokens: Number of tokens that were received so far.
-        drafted: Number of tokens that were drafted so far, None if the endpoint does not report it.
+        tokens: Number of tokens received so far.
+        drafted: Number of tokens drafted so far, None if the endpoint does not report it.
         history: The latest requests: (prompt, fields as JSON) -> text.
     """
 

@@ -1,4 +1,4 @@
-"""Amounts of work: what a certificate costs, said before it starts."""
+"""Amounts of work, which determine the cost of a certificate before it starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class WorkSizes:
     """Amounts of work of a certificate.
 
     Attributes:
-        prompts: Greedy prompts.
-        tokens: Longest greedy reply, in tokens.
+        prompts: Prompts for greedy replies.
+        tokens: Maximum length of a greedy reply, in tokens.
         contexts: Contexts of the sampled part.
         seeds: Samples per context and setting.
         texts: Long sampled texts of each side.
         questions: Questions of each kind.
         timed: Prompts of the speed part.
-        seconds: Time limit of all parts together.
+        seconds: Time limit for the whole test, in seconds.
     """
 
     prompts: int
@@ -38,7 +38,7 @@ class WorkSizes:
         return 4 * self.prompts + sampled + 4 * self.texts + 110 + 64 + 4 * self.questions + 4 * self.timed
 
     def most_tokens(self) -> int:
-        """Return the largest number of tokens that these requests generate."""
+        """Return the maximum number of tokens that these requests generate."""
         sampled = 2 * 3 * self.contexts * self.seeds * SAMPLED_TOKENS
         greedy = (4 * self.prompts + 2 * self.texts + 64 + 4 * self.timed) * self.tokens
         return greedy + sampled + 110 * 48 + 4 * self.questions * 96

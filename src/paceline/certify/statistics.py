@@ -1,7 +1,7 @@
 """Exact and asymptotic tests, without numpy.
 
-Every test here asks if two samples can come from one distribution. The first argument belongs to the speculative side,
-the second to the plain one.
+Every test here asks whether two samples could come from the same distribution. The first argument belongs to the
+speculative side, the second to the plain side.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import NormalDist, median
 
 Pair = tuple[Sequence[Hashable], Sequence[Hashable]]
-"""Values of both sides for one prompt, equally many of each."""
+"""Values of both sides for one prompt, the same number from each side."""
 
 POOL = 10
 """Cells with fewer values than this, of both sides together, are counted as one cell: chi-square needs 5 per side."""
@@ -28,10 +28,10 @@ def distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> float:
 def exchange_test(pairs: Sequence[Pair]) -> float:
     """Test if both sides of each prompt are exchangeable: the exact distribution over all permutations within prompts.
 
-    An endpoint that does not repeat itself passes, if its noise is the same on both sides.
+    An endpoint whose replies vary passes if they vary in the same way on both sides.
 
     Returns:
-        The probability of a total distance that is at least as large, if it does not matter which side a value is from.
+        The probability of a total distance that is at least as large, if values are assigned to the sides at random.
     """
     total, observed = {0: 1.0}, 0
     for a, b in pairs:
@@ -68,7 +68,7 @@ def _permuted(counts: Iterable[int], size: int) -> dict[int, float]:
 
 
 def _units(value: float) -> int:
-    """Return a distance as a whole number, so that sums in another order are equal."""
+    """Return a distance as a whole number, so that the order of a sum does not matter."""
     return round(value * 100)
 
 
@@ -154,7 +154,7 @@ def mcnemar(worse: int, better: int) -> float:
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """Return the two-sided p-value of paired differences that are as likely positive as negative.
+    """Return the two-sided p-value for the hypothesis that differences are as likely to be positive as negative.
 
     The normal approximation of the sign-flip test: n differences of one sign have a statistic of at most sqrt(n).
     """
@@ -170,7 +170,7 @@ def fisher(hits: int, of: int, plain_hits: int, plain_of: int) -> float:
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
-    """Return which tests are rejected, so that any false rejection has at most probability `alpha` (Holm, 1979)."""
+    """Return which tests are rejected. The probability of any false rejection is at most `alpha` (Holm, 1979)."""
     rejected = [False] * len(p_values)
     for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         if p_values[i] > alpha / (len(p_values) - rank):

@@ -1,4 +1,4 @@
-"""HTTP with limits: an endpoint that is slow, endless or hostile neither hangs the client nor fills its memory."""
+"""HTTP with limits: a slow, endless or hostile endpoint can neither hang the client nor fill its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.errors import InvalidOption, PacelineError, one_line
 
 _PIECE = 1 << 16
 _RETRY_AFTER = (0.2, 1.0)
-"""Seconds before each retry of a request. Servers reset connections that their queue has no room for."""
+"""Seconds before each retry of a request. Servers with a full queue reset connections."""
 _JSON = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
 
 
@@ -84,16 +84,16 @@ class Http:
         watchdog: threading.Timer | None = None
         try:
             connection.connect()
-            # A timeout of the socket begins anew with every byte, so it does not limit an answer that drips.
+            # A socket's timeout starts again with every byte, so it does not limit an answer that arrives slowly.
             watchdog = threading.Timer(self.seconds, _abort, (connection.sock, late))
             watchdog.daemon = True
             watchdog.start()
             connection.request(method, full, data, headers)
             response = connection.getresponse()
             data = self._read(response)
-            if late.is_set():  # to the reader, the watchdog's end of the connection is the end of the answer
+            if late.is_set():  # the watchdog closed the connection, which looks like the end of the answer
                 raise TimeoutError
-            # Some servers quote the key in their messages, which reports contain.
+            # Some servers quote the key in their messages, and reports contain these messages.
             return response.status, data.replace(self.key.encode(), b"KEY") if self.key else data
         except (OSError, ValueError, http.client.HTTPException) as error:
             if late.is_set() or isinstance(error, TimeoutError):
@@ -122,7 +122,7 @@ def _hidden(address: str) -> str:
 
 
 def _abort(connected: socket.socket, late: threading.Event) -> None:
-    """End a request that takes too long, wherever it waits."""
+    """End a request that takes too long, whatever it is waiting for."""
     late.set()
     with contextlib.suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Quality and speed: answers that can be checked, and tokens per second, with and without speculation."""
+"""Quality and speed: correct answers and tokens per second, with and without speculation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from paceline.certify.statistics import mcnemar, median_interval
 
 @dataclass(frozen=True, slots=True)
 class QualityResult:
-    """Right answers of both sides to the same questions.
+    """Correct answers of both sides to the same questions.
 
     Attributes:
         questions: Number of questions.
-        right: Right answers with speculation.
-        plain_right: Right answers without.
-        worse: Questions that only the plain side answered right.
-        better: Questions that only the speculative side answered right.
+        right: Correct answers with speculation.
+        plain_right: Correct answers without speculation.
+        worse: Questions that only the plain side answered correctly.
+        better: Questions that only the speculative side answered correctly.
         p_value: McNemar's exact test, two-sided.
     """
 
@@ -37,7 +37,7 @@ class QualityResult:
 
     @property
     def differs(self) -> bool:
-        """True if speculation costs right answers."""
+        """True if speculation leads to fewer correct answers."""
         return self.p_value < ALPHA and self.worse > self.better
 
 
@@ -48,7 +48,7 @@ class SpeedResult:
     Attributes:
         prompts: Number of prompts.
         rate: Median tokens per second with speculation.
-        plain_rate: The same without.
+        plain_rate: The same without speculation.
         ratio: Median ratio of the two for the same prompt.
         low: Lower end of the ratio's interval.
         high: Upper end.
@@ -63,7 +63,7 @@ class SpeedResult:
 
 
 def compare_quality(sides: Sides, questions: Sequence[tuple[NamedPrompt, str]]) -> QualityResult:
-    """Ask both sides all questions. Pairs the answers."""
+    """Ask both sides all questions, and compare their answers in pairs."""
 
     def one(question: tuple[NamedPrompt, str]) -> tuple[bool, bool]:
         task, answer = question

@@ -78,7 +78,7 @@ class ThoughtFormat:
 
 
 class _Harmony(ThoughtFormat):
-    """The channels of gpt-oss. They are always split, because without markers they look the same."""
+    """The channels of gpt-oss. They are always split, because without their markers they look the same."""
 
     markers = harmony.MARKERS
 

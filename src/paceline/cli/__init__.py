@@ -33,7 +33,7 @@ from paceline.kernels.torch_variables import RUNNING, set_unless_given
 app = typer.Typer(
     cls=PacelineGroup,
     help="Run language models locally, and faster: speculative decoding writes the same text in less time.",
-    epilog="Options of a command: paceline COMMAND --help",
+    epilog="Show the options of a command: paceline COMMAND --help",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,7 +54,7 @@ def _global(
         typer.Option(
             metavar="FILE",
             envvar="PACELINE_CONFIG",
-            help="File of options (TOML).",
+            help="Configuration file (TOML).",
             show_default="~/.config/paceline/config.toml",
         ),
     ] = None,
@@ -90,7 +90,7 @@ def compile_kernels(*, as_json: AsJson = False) -> None:
         typer.echo(f"{path}: {target}, {'compiled before' if existed else f'compiled in {seconds:.1f} s'}")
 
 
-# Arguments after the prompt are kept for an error that says to quote it.
+# Keep extra arguments, so that the error can tell the user to quote the prompt.
 add_command(app, generate, allow_extra_args=True)
 for _command in (
     chat,
@@ -112,7 +112,7 @@ for _command in (
     add_command(app, _command)
 add_command(app, compile_kernels, "compile")
 add_command(app, list_models, "list")
-# The names of these commands in Ollama.
+# Ollama's names for these commands.
 add_command(app, run)
 add_command(app, info, "show")
 
@@ -121,7 +121,7 @@ def main() -> None:
     """Entry point of the `paceline` command."""
     set_unless_given(RUNNING)
     for stream in (sys.stdout, sys.stderr):
-        # On Windows, a pipe uses a code page instead of UTF-8, which lacks most of the characters that models write.
+        # On Windows, pipes use a code page instead of UTF-8. Code pages lack most characters that models write.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace")
     app(prog_name="paceline")

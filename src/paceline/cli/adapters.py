@@ -17,7 +17,7 @@ def parse_adapters(texts: Sequence[str]) -> tuple[str | None, dict[str, str | Ad
     """Parse the values of --adapter.
 
     Returns:
-        The adapter to merge (or None), and the adapters to keep apart from the model, by name.
+        The adapter to merge (or None), and the adapters to keep separate from the model, by name.
 
     Raises:
         InvalidOption: If a value is not an adapter, or two have the same name.

@@ -47,15 +47,15 @@ class BenchOptions:
     prompts: Path = _workload(
         'JSONL file of {"category", "prompt"}, or of Spec-Bench questions.', metavar="FILE", default=MISSING
     )
-    count: int = _workload("Prompts to measure, spread evenly over the categories.", min=1, default=13)
-    context: int | None = _workload("Lengthen every prompt to N tokens with text of other prompts before it.", min=1)
+    count: int = _workload("Number of prompts to measure, spread evenly over the categories.", min=1, default=13)
+    context: int | None = _workload("Lengthen every prompt to N tokens by putting other prompts before it.", min=1)
     image: list[str] | None = _workload(
-        "Image that comes before every prompt; - is stdin. Repeatable.\n\nPNG, JPEG, WebP, GIF or BMP. The model must "
-        "see. Encoding is not timed: it happens during the warm-up.",
+        "Image to put before every prompt; - is stdin. Repeatable.\n\nPNG, JPEG, WebP, GIF or BMP. The model must "
+        "support images. Encoding is not timed, because it happens during the warm-up.",
         metavar="FILE",
     )
     tokens: int = _workload("Maximum length of a reply, in tokens.", min=1, default=96)
-    repeats: int = _workload("Measurements of every prompt.", min=1, default=1)
+    repeats: int = _workload("Number of times to measure every prompt.", min=1, default=1)
     batch: str = _workload("Batch widths to measure, separated by commas, such as 1,8.", metavar="N,N", default="1")
     temperature: str = _workload("Temperatures, separated by commas. 0 is greedy.", metavar="X,X", default="0")
     seed: int = _workload("Seed of sampled replies.", default=0)
@@ -127,9 +127,9 @@ class BenchOptions:
         return {name: loaded[mode] for name, mode in modes.items()}
 
     def images(self) -> tuple[Picture, ...]:
-        """Read the images. Raise `PacelineError` if one cannot be read, or another program would have to see it."""
+        """Read the images. Raise `PacelineError` if one cannot be read, or if other programs are to be measured."""
         if self.image and self.against:
-            raise InvalidOption("other programs are measured without images", "Leave out --image or --against")
+            raise InvalidOption("other programs are only measured without images", "Leave out --image or --against")
         return tuple(read_images(self.image))
 
     def check_outputs(self) -> None:
@@ -150,7 +150,7 @@ class BenchOptions:
 def bench(*, options: BenchOptions, quiet: Quiet = False) -> None:
     """Compare drafters and other programs on your prompts.
 
-    The systems take turns on every prompt, and are timed from text to text.
+    The systems take turns on every prompt. The time runs from the text of the prompt to the text of the reply.
     """
     comparison = options.comparison()
     options.precisions()

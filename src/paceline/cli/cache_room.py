@@ -1,4 +1,4 @@
-"""Memory of a server for texts: the number of cached positions, and the size of recurrent states."""
+"""Memory that a server uses for texts: the number of cached positions, and the size of recurrent states."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _room(folder: Path) -> int | None:
     try:
         limit, used = ((folder / name).read_text().strip() for name in own[:2])
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # Pages of files that were not used lately are freed when memory is needed.
+        # File pages that were not used recently are freed when memory is needed.
         return max(0, int(limit) - int(used) + int(counts[own[2]])) if limit != "max" else None
     except (OSError, ValueError, KeyError):
         return None

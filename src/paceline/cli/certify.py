@@ -16,11 +16,11 @@ def certify(
     *,
     options: CertifyOptions,
 ) -> None:
-    """Test if an endpoint's speculation is lossless.
+    """Test whether an endpoint's speculation is lossless.
 
     TARGET is any OpenAI-compatible endpoint with speculation. It is compared with the same model without speculation:
-    another endpoint (--plain), or the same one with a field in the request (--plain-body). A model is served by
-    Paceline for the time of the test.
+    another endpoint (--plain), or the same one with a field in the request (--plain-body). Paceline serves a MODEL
+    itself for the duration of the test.
 
     The exit code is 0 if the speculation is lossless, 3 if it is not, and 4 if the result is inconclusive.
     API keys are read from $PACELINE_CERTIFY_KEY or $OPENAI_API_KEY, and never written.

@@ -38,10 +38,10 @@ _HELP = f"""\
 /help              show this text
 /reset             start a new conversation
 /system [TEXT]     set the system message; without TEXT, remove it
-/set [NAME VALUE]  change a sampling parameter, such as /set temperature 0.7; without one, show the current ones
+/set [NAME VALUE]  change a sampling parameter, such as /set temperature 0.7; without NAME, show the current values
 /image FILE        show the model an image with the next message
 /retry             write the last reply again; it differs only at a temperature above 0 and without --seed
-/model [NAME]      continue with another model; without NAME, show this one
+/model [NAME]      continue with another model; without NAME, show the current one
 /save FILE         write the conversation to a file
 /load FILE         continue the conversation of a file
 /stats             show the time of the last reply, and the gain from speculation
@@ -83,7 +83,7 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[PROMPT]...",
-            help="Prompt to answer. Piped text follows it (</dev/null keeps stdin out). Without both: a conversation.",
+            help="Prompt to answer. Piped text is added (</dev/null prevents this). Without either: a conversation.",
             show_default=False,
         ),
     ] = None,
@@ -99,7 +99,7 @@ def run(
 ) -> None:
     """Answer a prompt, or chat with a model in the terminal.
 
-    With a prompt, or text piped to it, the command writes one answer and exits. Without, it is `paceline chat`.
+    With a prompt or piped text, the command writes one answer and exits. Otherwise, it works like `paceline chat`.
     """
     images, prompt = read_images(image), " ".join(words or ())
     if not image or STDIN not in image:
@@ -126,13 +126,13 @@ class _Chat:
         self._loading: Background | None = None
 
     def open(self, progress: bool = True) -> None:
-        """Load the model, without a word about it unless `progress`."""
+        """Load the model. Print progress and a description of the model only if `progress`."""
         self._options.check()
         self._open(self._load, progress)
         self._sampling = self._options.resolve(self._llm)
 
     def open_while_typing(self) -> None:
-        """Start to load the model. `run` shows its prompt meanwhile."""
+        """Start loading the model in the background, so that `run` can ask for input at once."""
         self._loading = Background(lambda: self.open(progress=False))
 
     def _open(self, load: LoadFlags, progress: bool = True) -> None:
@@ -147,7 +147,7 @@ class _Chat:
             say(loaded_line(load.model, llm))
 
     def _opened(self) -> None:
-        """Wait until the model that loads in the background is there. Raises what went wrong with it."""
+        """Wait until the model is loaded in the background. Raise the error if loading failed."""
         loading, self._loading = self._loading, None
         if loading:
             if not self._quiet and not loading.done:
@@ -224,7 +224,7 @@ class _Chat:
         [image] = read_images([name])
         self._images.append(image)
         height, width, _ = image.pixels.shape
-        say(f"The next message comes with this image of {width} x {height} pixels.", err=False)
+        say(f"The next message will include this image ({width} x {height} pixels).", err=False)
 
     def _retry(self, _: str) -> None:
         asked = [i for i, message in enumerate(self._messages) if message["role"] == "user"]

@@ -170,9 +170,9 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
                 _parameter(x.name, of_group[x.name], x.default, _declared(x.metadata)) for x in fields(group)
             ]
     if "quiet" in hints:
-        verbose = option("Log on stderr what is loaded and chosen, with the time it takes.", "-v", panel="Logging")
+        verbose = option("Log to stderr what is loaded and chosen, and how long it takes.", "-v", panel="Logging")
         parameters.append(_parameter("verbose", Annotated[bool, verbose], False))
-    help_all = option("Show every option, by subject, and exit.", is_eager=True, callback=_show_all)
+    help_all = option("Show all options, grouped by subject, and exit.", is_eager=True, callback=_show_all)
     parameters.append(_parameter("help_all", Annotated[bool, help_all], False))
 
     def run(help_all: bool, verbose: bool = False, **given: Any) -> Any:
@@ -191,7 +191,7 @@ def with_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _declared(metadata: Mapping[str, Any]) -> OptionInfo | None:
-    """Return the option of a field. Rooms that know no typer declare it as help, metavar and panel."""
+    """Return the option of a field. Rooms that do not import typer declare it as help, metavar and panel."""
     if "help" in metadata:
         found: OptionInfo = option(metadata["help"], panel=metadata["panel"], metavar=metadata["metavar"])
         return found

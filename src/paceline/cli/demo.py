@@ -1,4 +1,4 @@
-"""`paceline demo`: the same answer with and without speculation, with the time of both."""
+"""`paceline demo`: the same answer with and without speculation, and the time of both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Correct the grammar of this text.
 My sister and me goes to the market every Saturday. The market are in the old square beside the church, and it open \
 at seven. We buys bread, cheese and apples there. The man who sell the cheese know us well, and he always give us a \
 piece to try. Then we walk home along the river and eats the apples on the bridge."""
-"""A text to correct. Most of the answer is in the prompt, so drafts from the text itself gain most."""
+"""A text to correct. Most of the answer is in the prompt, which favours drafting from the text itself."""
 
 _WARM_UP = "Name three colours."
 

@@ -45,7 +45,7 @@ def doctor(
 ) -> None:
     """Recommend a drafter, threads and weights for this machine.
 
-    The measurement takes about ten seconds for the demo model, longer for larger ones.
+    The measurement takes about ten seconds for the demo model, and longer for larger models.
     """
     from rich.console import Console
 
@@ -96,14 +96,14 @@ def _machine(m: Mapping[str, Any]) -> Table:
     rows = [
         ("pass, by rows", ", ".join(f"{rows}: {ms:.1f} ms" for rows, ms in m["pass_ms"].items())),
         ("prefill", f"{m['prefill_tokens_per_second']:.0f} tokens per second"),
-        ("round without its pass", f"{m['host_ms']:.2f} ms"),
+        ("other work per round", f"{m['host_ms']:.2f} ms"),
         ("memory", f"{m['read_gb_per_second']:.1f} GB/s read"),
     ]
     if m["kv_bytes_per_token"]:
         rows.append(("keys and values", f"{amount(m['kv_bytes_per_token'], 'bytes')} per token"))
     if m["floor_ms"]:
-        floor = f"{m['weight_bytes'] / 1e6:.0f} MB in {m['floor_ms']:.1f} ms at best"
-        rows.append(("weights of a pass", f"{floor}: {m['bandwidth_reached']:.0%} of a pass"))
+        floor = f"{m['weight_bytes'] / 1e6:.0f} MB in at least {m['floor_ms']:.1f} ms"
+        rows.append(("reading the weights", f"{floor}, {m['bandwidth_reached']:.0%} of a pass"))
     return facts_table(rows, title=f"{m['cpu']}, {m['device']}, {m['threads']} threads", title_justify="left")
 
 
@@ -120,7 +120,7 @@ _FORECAST = {
 
 def _show_forecasts(part: Mapping[str, Any]) -> None:
     costs = ", ".join(f"{size}: {ms:.2f}" for size, ms in part["draft_ms"].items())
-    title = f"{part['drafter']}: {part['ratio']:.2f} times plain decoding (milliseconds of a draft by size: {costs})"
+    title = f"{part['drafter']}: {part['ratio']:.2f} times plain decoding (milliseconds per draft, by size: {costs})"
     rows = [
         (kind, "none" if k["draft"] == "0" else k["draft"], *(cell.format(**k) for cell in _FORECAST.values()))
         for kind, k in part["kinds"].items()

@@ -52,10 +52,10 @@ class OutputOptions:
         default=False,
     )
     logprobs: int | None = _io(
-        "With --json: log-probabilities of each token and of the N most likely ones, before any sampling option."
+        "With --json: log-probabilities of each token and of the N most likely ones, before sampling options apply."
     )
-    samples: int = _io("Replies per prompt; they share its prefill.", metavar="N", min=1, default=1)
-    batch: int = _io("Prompts of --prompts to answer at once. The replies do not depend on it.", min=1, default=1)
+    samples: int = _io("Number of replies per prompt; they share its prefill.", metavar="N", min=1, default=1)
+    batch: int = _io("Number of --prompts to answer at once. It does not affect the replies.", min=1, default=1)
     record: Path | None = _io("Append the replies to this recording, for replay and tune.", metavar="FILE")
     output: Path | None = _io("Write to this file instead of stdout.", "-o", metavar="FILE")
 
@@ -72,7 +72,7 @@ def generate(
         str | None,
         typer.Argument(
             metavar="PROMPT",
-            help="Prompt to answer. Piped text follows it (</dev/null keeps stdin out); - or no prompt: stdin.",
+            help="Prompt to answer. Piped text is added (</dev/null prevents this); - or no prompt: stdin.",
             show_default=False,
         ),
     ] = None,
@@ -84,8 +84,8 @@ def generate(
 ) -> None:
     """Answer a prompt, or a file of prompts.
 
-    The reply appears while it is written. On a terminal, drafted tokens that the model accepted are green. Statistics
-    go to stderr.
+    The reply appears as it is written. On a terminal, drafted tokens that the model accepted are green. Statistics are
+    printed on stderr.
     """
     model, prompt = _model_and_prompt(first, second, ctx.args, load.model)
     load = load.with_model(model)
@@ -95,7 +95,9 @@ def generate(
         raise InvalidOption("--logprobs needs JSON output", "Add --json")
     sampling.check(logprobs=out.logprobs)
     if out.image and (out.raw or out.prompts is not None):
-        raise InvalidOption(f"--image excludes {'--raw' if out.raw else '--prompts'}", "Leave one of them out")
+        raise InvalidOption(
+            f"--image does not work with {'--raw' if out.raw else '--prompts'}", "Leave out one of them"
+        )
     rows: list[PromptRow] = []
     if not follows():
         if out.prompts is None:
@@ -122,7 +124,7 @@ def generate(
 def _row(prompt: str | None, images: list[str] | None) -> PromptRow:
     """Return the prompt of the command line with its images."""
     if images and STDIN in images and prompt in (None, STDIN):
-        raise InvalidOption("--image - leaves no stdin for the prompt", "Give the prompt as an argument")
+        raise InvalidOption("--image - reads stdin, so the prompt must come from elsewhere", "Pass it as an argument")
     text = single_prompt(prompt, with_stdin=STDIN not in (images or ()))
     if not images:
         return PromptRow(None, text)
@@ -187,7 +189,7 @@ def _load(load: LoadFlags, model: str | None, raw: bool, quiet: bool) -> LLM:
 
 @contextlib.contextmanager
 def _destination(output: Path | None, prompts: Path | None) -> Iterator[TextIO]:
-    """Open the output for appending: a model that fails to load must not erase what the file held."""
+    """Open the output for appending: a model that fails to load must not erase the file."""
     if output is None:
         yield sys.stdout
         return

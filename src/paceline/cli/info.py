@@ -42,9 +42,9 @@ _HEADS = {
     "assistant": ("Gemma 4 assistant", "layers", "{layers}, over the target's keys and values"),
     "exit": ("early exit", "exit", "after {layers} layers, projection of rank {rank}"),
 }
-"""Kind -> title, and name and value of an additional row."""
+"""Kind -> title, and the name and value of an additional row."""
 _COVERAGE = "coverage"
-"""Key of the share of the training text that the draft vocabulary covers. Training stores it."""
+"""Key under which training stores the share of the training text that the draft vocabulary covers."""
 
 
 def info(
@@ -59,7 +59,7 @@ def info(
 ) -> None:
     """Describe a model or drafter without running it.
 
-    A model of the hub is downloaded first.
+    A hub model is downloaded first.
     """
     from rich.console import Console
 
@@ -216,7 +216,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("default drafter", f"{AUTO}+{built_in}" if built_in else AUTO),
         (
             "default sampling",
-            f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends no other)",
+            f"{sampling} (recommended by the model)" if sampling else "greedy (the model recommends nothing else)",
         ),
         ("chat template", "yes" if f["chat_template"] else "no"),
         ("images", f"yes ({f['images']})" if f["images"] else "no: it reads text only"),

@@ -1,4 +1,4 @@
-"""`paceline learn`: the state of a folder of `serve --learn`, and deleting it."""
+"""`paceline learn`: showing or deleting a folder of `serve --learn`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learn(
         from paceline.learn.folder import forget as delete
 
         delete(forget)
-        typer.echo(f"{forget} is deleted")
+        typer.echo(f"{forget} was deleted")
     else:
         assert status is not None
         _show(status, as_json)

@@ -27,7 +27,7 @@ def pull(
 ) -> None:
     """Download a model from the Hugging Face hub.
 
-    MODEL is a short name (qwen3:0.6b) or a hub id (owner/name). To get another GGUF file than Q4_K_M, add its
+    MODEL is a short name (qwen3:0.6b) or a hub id (owner/name). To get a GGUF file other than Q4_K_M, add its
     quantisation after a colon (qwen3:0.6b:Q8_0, owner/name:Q8_0). An interrupted download continues where it stopped.
     If the model is already on this machine, it is updated.
     """

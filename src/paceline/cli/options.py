@@ -47,7 +47,7 @@ def _set_log_level(quiet: bool) -> bool:
 
 
 Quiet = Annotated[
-    bool, option("Only errors on stderr: no progress, statistics or warnings.", "-q", callback=_set_log_level)
+    bool, option("Print only errors on stderr: no progress, statistics or warnings.", "-q", callback=_set_log_level)
 ]
 AsJson = Annotated[bool, option("Print one JSON object instead of text.", "--json")]
 ModelArgument = Annotated[
@@ -56,8 +56,9 @@ ModelArgument = Annotated[
 ModelName = Annotated[
     str,
     _model(
-        "demo, a Hugging Face folder, a GGUF file or a hub id (owner/name).\n\nAlso a short name such as qwen3:0.6b, a "
-        "hub id with the quantisation of a GGUF file (owner/name:Q8_0), or a name that `paceline list --all` shows.",
+        "demo, a Hugging Face folder, a GGUF file or a hub id (owner/name).\n\nYou can also use a short name such as "
+        "qwen3:0.6b, a hub id with the quantisation of a GGUF file (owner/name:Q8_0), or any name that `paceline list "
+        "--all` shows.",
         "-m",
         metavar="MODEL",
         envvar="PACELINE_MODEL",
@@ -68,12 +69,13 @@ Device = Annotated[str, _model("Device: auto, cpu, cuda or mps.", metavar="DEVIC
 DeviceMap = Annotated[
     str | None,
     _model(
-        "Layers over several devices: auto, or a map such as cuda:0=20,cpu.\n\nauto fills the GPUs, then the CPU. A "
-        "map gives each device a number of layers. The last count may be omitted: that device takes the rest.",
+        "Split the layers over several devices: auto, or a map such as cuda:0=20,cpu.\n\nauto fills the GPUs first, "
+        "then the CPU. A map gives each device a number of layers. If the last count is omitted, that device takes "
+        "the remaining layers.",
         metavar="MAP",
     ),
 ]
-Threads = Annotated[int | None, _model("CPU threads.", min=1, show_default="torch's choice")]
+Threads = Annotated[int | None, _model("Number of CPU threads.", min=1, show_default="torch's choice")]
 Revision = Annotated[str | None, _model("Branch, tag or commit of a hub model.", metavar="NAME")]
 Token = Annotated[
     str | None,
@@ -86,8 +88,8 @@ Quantize = Annotated[
     str,
     _model(
         "Quantise weights to integers: auto, none, int8 or int4.\n\nauto keeps a GGUF file's own 2- to 8-bit codes (as "
-        "int8 and int4 do) and does not change other weights. none, or a --dtype, converts them to floats. "
-        "`paceline perplexity` measures the loss of quality.",
+        "int8 and int4 do) and does not change other weights. none, or an explicit --dtype, converts the codes to "
+        "floats. `paceline perplexity` measures the loss of quality.",
         metavar="MODE",
     ),
 ]
@@ -95,15 +97,15 @@ KeyValueType = Annotated[
     str,
     _model(
         "Type of cached keys and values: auto, bf16, f16, f32 or int8.\n\nauto is the model's dtype. int8 takes 56 % "
-        "of the memory of bf16. The text then differs from the text with bf16, but not with the drafter. "
-        "`paceline perplexity` measures the loss of quality.",
+        "of the memory that bf16 takes. The text then differs from the text with bf16, but it still does not depend "
+        "on the drafter. `paceline perplexity` measures the loss of quality.",
         metavar="TYPE",
     ),
 ]
 ChatTemplate = Annotated[
     str | None,
     _model(
-        "Chat template instead of the model's own: FILE or NAME.\n\nNAME is one of the model's named "
+        "Chat template to use instead of the model's own: FILE or NAME.\n\nNAME is one of the model's named "
         "templates, such as tool_use. By default, chats with tools use tool_use.",
         metavar="TEMPLATE",
     ),
@@ -111,7 +113,8 @@ ChatTemplate = Annotated[
 VisionFile = Annotated[
     Path | None,
     _model(
-        "Vision tower of a GGUF file, for images.\n\nBy default, a file named mmproj in the same folder is used.",
+        "File with the vision tower of a GGUF model, needed for images.\n\nBy default, a file named mmproj in the "
+        "same folder is used.",
         "--mmproj",
         metavar="FILE",
     ),
@@ -119,7 +122,7 @@ VisionFile = Annotated[
 DraftQuantize = Annotated[
     str,
     option(
-        "Quantise the drafter's weights, as --quantize does the model's. auto is 4 bits for draft models, and for "
+        "Quantise the drafter's weights, as --quantize does for the model. auto uses 4 bits for draft models, and for "
         "EAGLE heads of quantised models.",
         panel="Speculation",
         metavar="MODE",
@@ -130,7 +133,7 @@ DraftVocab = Annotated[
     option(
         "Tokens that a draft model or EAGLE head can draft: auto, a number or FILE.\n\n0 means all tokens. FILE "
         "contains answers of the model (JSONL, as `paceline train` writes them), and its most frequent tokens are "
-        "used. auto uses the 49,152 lowest ids of a vocabulary of more than 65,536.",
+        "used. auto uses the 49,152 lowest ids if the vocabulary has more than 65,536 tokens.",
         panel="Speculation",
         metavar="SIZE",
     ),
@@ -169,7 +172,7 @@ def follows() -> bool:
 
 
 def import_torch() -> None:
-    """Import torch with the garbage collector paused. Its collections find nothing, and take a tenth of the import."""
+    """Import torch with the garbage collector paused. Collections would free nothing, but take a tenth of the time."""
     with uncollected():
         import torch  # noqa: F401
 
@@ -190,15 +193,15 @@ def set_threads(threads: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The model and where it runs."""
+    """The model, and the devices to run it on."""
 
     model: ModelName = DEMO
     adapter: Annotated[
         list[str] | None,
         _model(
             "LoRA adapter: a PEFT folder or a hub id; NAME=ADAPTER is not merged. Repeatable.\n\nAn adapter without a "
-            "name is merged into the model. Adapters with names are kept apart: a server's request selects one by "
-            "giving its name as the model, and all other replies use the first one. JSON adds up several adapters: "
+            "name is merged into the model. Named adapters stay separate: a request to a server selects one by giving "
+            "its name as the model, and all other replies use the first one. JSON describes a sum of adapters: "
             '{"name": "mix", "path": ["DIR", "DIR"], "weights": [0.7, 0.3], "drafter": "ngram"}.',
             metavar="ADAPTER",
         ),
@@ -245,7 +248,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadFlags(ModelOptions):
-    """The model, where it runs, and its drafter."""
+    """The model, the devices to run it on, and its drafter."""
 
     quantize: Quantize = "auto"
     chat_template: ChatTemplate = None
@@ -254,12 +257,12 @@ class LoadFlags(ModelOptions):
         "auto (suffix), found, none, ngram, suffix, eagle3, medusa or KIND:REF. Never changes the text.\n\n"
         "A drafter guesses the next tokens, and the model checks all guesses in one pass. found looks for a head "
         "trained for the model (next to it or in the hub's cache), then for the smallest model on this machine with "
-        "the same vocabulary, and otherwise uses suffix; `paceline serve` uses it for auto. "
+        "the same vocabulary, and otherwise uses suffix. In `paceline serve`, auto means found. "
         "KIND:REF is model:REF (a small model with any tokenizer; REF@ADAPTER merges a LoRA adapter), "
         "a head trained for the model (eagle3:REF, medusa:REF, block:REF, early-exit:REF, or head:REF for any of "
-        "them) or early-exit:LAYERS (early-exit:8@0.7 ends a chain below that probability). eagle3 and medusa without "
-        "REF are the heads included in Paceline. Join several with '+': the first one that has a proposal drafts. The "
-        "text stays the same with --rule match.",
+        "them) or early-exit:LAYERS (early-exit:8@0.7 ends a chain below a probability of 0.7). eagle3 and medusa "
+        "without REF are the heads included in Paceline. Combine drafters with '+': the first one that has a proposal "
+        "drafts. With the default --rule match, the text stays the same.",
         "-d",
         metavar="DRAFTER",
         default="auto",
@@ -342,20 +345,22 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """Choice of tokens and end of a reply. None means that an option was not given."""
+    """Options for choosing tokens and ending a reply. None means that an option was not given."""
 
     max_new_tokens: int | None = _length(
         "Maximum length of a reply, in tokens.", "--max-new-tokens", "--max-tokens", "-n", show_default="512"
     )
     min_new_tokens: int | None = _length(
-        "Minimum length in tokens. Before it, end-of-sequence and stop tokens are banned."
+        "Minimum length of a reply, in tokens. Until then, end-of-sequence and stop tokens are banned."
     )
     stop: list[str] | None = _length("End the reply before this text. Repeatable.")
     stop_token_id: list[int] | None = _length("End the reply at this token id. Repeatable.", metavar="ID")
-    thinking_budget: int | None = _length("Maximum length of a model's reasoning, in tokens. Then its end is forced.")
+    thinking_budget: int | None = _length(
+        "Maximum length of the model's reasoning, in tokens. Then the end of the reasoning is forced."
+    )
     ignore_eos: bool = _length("Continue past the model's end-of-sequence tokens.", default=False)
     temperature: float | None = _sampling(
-        "Randomness; 0 is greedy.\n\nAll sampling options that are not given come from the model's generation_config.",
+        "Randomness; 0 is greedy.\n\nSampling options that are not given are taken from the model's generation_config.",
         "-t",
         show_default="from the model, else 0",
     )
@@ -372,21 +377,21 @@ class SamplingOptions:
         "Probability, at each token, of dropping all likely tokens except the least likely of them. 0: off."
     )
     xtc_threshold: float | None = _sampling("Minimum probability of a likely token for XTC.", show_default="0.1")
-    seed: int | None = _sampling("The same seed gives the same text.", "-s", show_default="random")
-    repetition_penalty: float | None = _penalty("Values above 1 make tokens of prompt and reply less likely.")
+    seed: int | None = _sampling("Random seed. The same seed gives the same text.", "-s", show_default="random")
+    repetition_penalty: float | None = _penalty("Values above 1 make tokens of the prompt and the reply less likely.")
     frequency_penalty: float | None = _penalty(
         "Subtract X from a token's logit for each occurrence in the reply (-2 to 2)."
     )
     presence_penalty: float | None = _penalty("Subtract X from a token's logit if it occurs in the reply (-2 to 2).")
     dry_multiplier: float | None = _penalty(
-        "DRY: subtract X from the logit of a token that would extend a repetition, and more for longer ones. 0: off."
+        "DRY: subtract X from the logit of a token that would extend a repetition, more if it is long. 0: off."
     )
     dry_base: float | None = _penalty(
         "Factor of DRY's penalty for each additional repeated token.", show_default="1.75"
     )
     dry_allowed_length: int | None = _penalty("Longest repetition without a DRY penalty, in tokens.", show_default="2")
     dry_penalty_last_n: int | None = _penalty(
-        "Number of last tokens where DRY looks for repetitions. -1: all.", show_default="-1"
+        "Number of most recent tokens in which DRY looks for repetitions. -1: all.", show_default="-1"
     )
     dry_sequence_breaker: list[str] | None = _penalty(
         "Text that ends a repetition for DRY. Repeatable.", show_default='line break, :, ", *'
@@ -395,19 +400,19 @@ class SamplingOptions:
         "Add a number to the logit of a token id; -inf bans the token. Repeatable.", metavar="ID=NUMBER"
     )
     bad_word: list[str] | None = _penalty("Never write this text. Repeatable.")
-    no_repeat_ngram_size: int | None = _penalty("Never repeat N consecutive tokens of prompt or reply. 0: off.")
+    no_repeat_ngram_size: int | None = _penalty("Never repeat N consecutive tokens of the prompt or the reply. 0: off.")
     rule: str | None = _speculation(
         "Acceptance rule: match, rejection, block or typical.\n\nWith match, the text does not depend on the drafter. "
-        "With rejection and block, its distribution does not. typical is lossy.",
+        "With rejection and block, the distribution of the text does not depend on it. typical is lossy.",
         metavar="RULE",
         show_default="match",
     )
     json_schema: str | None = _structure(
-        "Reply with JSON of this schema: a file, or the schema itself.", metavar="SCHEMA"
+        "Reply with JSON that follows this schema: a file, or the schema itself.", metavar="SCHEMA"
     )
     regex: str | None = _structure("Reply with text that matches this regular expression.", metavar="REGEX")
     grammar: str | None = _structure(
-        "Reply with text of this grammar: a file, or the grammar itself, in llguidance's dialect of Lark.",
+        "Reply with text that follows this grammar: a file, or the grammar itself, in llguidance's dialect of Lark.",
         metavar="GRAMMAR",
     )
 
@@ -432,7 +437,7 @@ class SamplingOptions:
         given = self.given()
         if "thinking_budget" in given and "grammar" in given:
             raise InvalidOption(
-                "--thinking-budget and a grammar exclude each other: the grammar has no reasoning", "Drop one of them"
+                "--thinking-budget does not work with a grammar, which leaves no room for reasoning", "Drop one of them"
             )
         reasoning = ("", "</think>") if "thinking_budget" in given else ()
         Sampling(**(defaults | given), reasoning=reasoning)

@@ -25,8 +25,8 @@ def perplexity(
         list[str] | None, option("int8 or int4. Repeatable.", metavar="MODE", show_default="both")
     ] = None,
     tokens: Annotated[int, option("Read at most N tokens of the text.", min=2)] = 20_000,
-    window: Annotated[int, option("Tokens that are read together.", min=2)] = 512,
-    context: Annotated[int, option("Tokens of each window that are only read, not predicted.", min=1)] = 64,
+    window: Annotated[int, option("Size of a window, in tokens.", min=2)] = 512,
+    context: Annotated[int, option("Tokens at the start of each window that are context only.", min=1)] = 64,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""A line on stderr that tells how much of a long prompt has been read."""
+"""A line on stderr that shows how much of a long prompt has been read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.engine.results import Stream
 
 _FIRST, _NEXT = 1.0, 0.3
-"""Seconds until the line appears, and between its changes."""
+"""Seconds until the line appears, and between updates."""
 
 
 def with_progress(stream: Stream, wanted: bool) -> Iterator[Chunk]:

@@ -33,7 +33,7 @@ def single_prompt(prompt: str | None, with_stdin: bool = False) -> str:
     elif with_stdin and prompt and _is_piped() and (more := _read_stdin(from_terminal=True)):
         count = more.count("\n") + 1
         lines = "1 line" if count == 1 else f"{count} lines"
-        note(f"added {lines} from stdin to the prompt; </dev/null keeps them out")
+        note(f"added {lines} from stdin to the prompt; </dev/null prevents this")
         prompt = f"{prompt}\n\n{more}"
     try:
         return text_of(prompt, "the prompt")

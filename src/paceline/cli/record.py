@@ -60,8 +60,10 @@ def record(
     raw: Annotated[
         bool, option("Pass the text to the model unchanged, without the chat template.", panel="Input and output")
     ] = False,
-    samples: Annotated[int, option("Replies per prompt; they share its prefill.", min=1, panel="Input and output")] = 1,
-    batch: Annotated[int, option("Prompts to answer at once.", min=1, panel="Input and output")] = 1,
+    samples: Annotated[
+        int, option("Number of replies per prompt; they share its prefill.", min=1, panel="Input and output")
+    ] = 1,
+    batch: Annotated[int, option("Number of prompts to answer at once.", min=1, panel="Input and output")] = 1,
     states: Annotated[
         float,
         option(
@@ -87,7 +89,7 @@ def record(
     sampling.check()
     rows = read_rows(prompts)
     if states and load.drafter not in ("auto", "none"):
-        raise InvalidOption("--states and --drafter exclude each other", "Leave out --drafter")
+        raise InvalidOption("--states does not work with --drafter", "Leave out --drafter")
     if not states < 1 << 20:
         raise InvalidOption(f"--states must be a number of GiB, got {states:g}", "Use 4, for example")
     llm = load.load(progress=progress_wanted(quiet), drafter="none" if states else None)
@@ -134,7 +136,7 @@ def recording(llm: LLM, path: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Replies to replay, and drafters."""
+    """Replies to replay, and drafters to replay them with."""
 
     drafters: str | None = _replay(
         "Drafters, separated by commas.\n\nFor replay, append @LENGTH or @NODESxDEPTHxBRANCH to set a draft size, as "
@@ -143,8 +145,8 @@ class ReplayOptions:
         show_default="all that need no files",
     )
     count: int = _replay("Maximum number of replies to replay, spread evenly.", min=1, default=200)
-    batch: int = _replay("Replies to replay at once, as if they shared passes.", min=1, default=1)
-    prefix_memory: float = _replay("GiB for the prefix cache, as for serve. 0: off.", min=0, default=0.0)
+    batch: int = _replay("Number of replies to replay at once, as if they shared passes.", min=1, default=1)
+    prefix_memory: float = _replay("Memory for the prefix cache, in GiB, as for serve. 0: off.", min=0, default=0.0)
 
     def open(
         self, file: Path, model: ModelOptions, quantize: str, draft_quantize: str, draft_vocab: str, progress: bool

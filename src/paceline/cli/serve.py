@@ -78,7 +78,8 @@ class ServerOptions:
     cors: list[str] | None = _server("Origin whose web pages may use the server. Repeatable.", metavar="ORIGIN")
     allow_image_urls: list[str] | None = _server(
         "Host from which images may be fetched. Repeatable.\n\nBy default, requests must contain their images. "
-        "*.example.com means all hosts of a domain. Addresses of private networks are used only for hosts without *.",
+        "*.example.com means all hosts of a domain. An address in a private network is used only if its host is given "
+        "without *.",
         metavar="HOST",
     )
     grace: float = _server("Seconds for active replies to finish after SIGTERM.", min=0, default=20.0)
@@ -89,27 +90,28 @@ class ServerOptions:
         metavar="FILE",
     )
     learn: Path | None = _server(
-        "Learn from the traffic, in this folder, to draft better.\n\nThe folder keeps what users write and read, as "
-        "token ids, on this disk. Tell your users. Earlier replies are drafted from at once. A head is trained while "
-        "the server is idle for three minutes, and used if it is faster on replies that it was not trained on. Clients "
-        "with different API keys share nothing. `paceline learn` shows the state, and deletes it.",
+        "Learn from the traffic to draft better, and keep what is learned in this folder.\n\nThe folder stores what "
+        "users write and read, as token ids. Tell your users. Earlier replies help to draft new ones at once. When the "
+        "server has been idle for three minutes, it trains a head, and uses the head if it is faster on replies that "
+        "it was not trained on. Clients with different API keys share nothing. `paceline learn` shows or deletes what "
+        "was learned.",
         metavar="DIR",
     )
     learn_disk: str = _server(
-        "Maximum size of recorded traffic and of the states to train on, in GiB.\n\nTrained heads are not counted. The "
-        "oldest replies are removed first.",
+        "Maximum size of recorded traffic and hidden states for training, in GiB.\n\nTrained heads are not counted. "
+        "The oldest replies are removed first.",
         metavar="SIZE",
         default="2G",
     )
     warm: list[Path] | None = _server(
         "Read this prompt before the server starts. Repeatable.\n\nA text file is a system prompt. A file that ends "
-        "with .json is a chat request, with tools and messages, or a list of messages. Requests that begin like it "
-        "then start at once.",
+        "with .json is a chat request, with tools and messages, or a list of messages. Requests that begin with this "
+        "prompt then start at once.",
         metavar="FILE",
     )
     special_tokens_in_messages: bool = _messages(
-        "Let text of messages form the model's special tokens.\n\nBy default it stays text, so that, for example, the "
-        "result of a tool cannot imitate a message.",
+        "Let text in messages form the model's special tokens.\n\nBy default, it remains ordinary text. This keeps, "
+        "for example, the result of a tool from imitating a message.",
         default=False,
     )
     traces: str | None = _server("Send OpenTelemetry traces to this OTLP/HTTP endpoint.", metavar="URL")
@@ -130,23 +132,24 @@ class ServerOptions:
 class LimitOptions:
     """Limits of memory, requests and time."""
 
-    slots: int = _limit("Replies generated at the same time.", min=1, default=32)
-    queue: int = _limit("Replies that may wait. Additional requests get status 429.", min=0, default=128)
+    slots: int = _limit("Maximum number of replies generated at the same time.", min=1, default=32)
+    queue: int = _limit("Maximum number of waiting replies. Further requests get status 429.", min=0, default=128)
     prefill: int = _limit(
-        "Prompt tokens to prefill between two rounds.\n\nA higher number favours new requests over active ones.",
+        "Maximum prompt tokens to prefill between two rounds.\n\nA higher number favours new requests over active "
+        "requests.",
         min=1,
         default=128,
     )
     cache_memory: float | None = _limit(
-        "GiB for keys and values.", min=0.001, show_default="a quarter of the free memory"
+        "Memory for keys and values, in GiB.", min=0.001, show_default="a quarter of the free memory"
     )
     prefix_memory: float | None = _limit(
-        "GiB for the prefix cache. 0: off.", min=0, show_default="an eighth of the free memory, at least 1"
+        "Memory for the prefix cache, in GiB. 0: off.", min=0, show_default="an eighth of the free memory, at least 1"
     )
     prefix_dir: Path | None = _limit(
-        "Folder for prefixes that memory has no room for, and for those in memory when the server stops.\n\nAfter a "
-        "restart, prompts that begin like earlier ones are not read again. The files contain what users write, as "
-        "token ids. Only their owner can read them. Several servers may share a folder.",
+        "Folder for prefixes that do not fit in memory, and for all prefixes in memory when the server stops.\n\nAfter "
+        "a restart, the server does not read the beginning of a prompt again if it has read it before. The files "
+        "contain what users write, as token ids. Only their owner can read them. Several servers may share a folder.",
         metavar="DIR",
     )
     prefix_disk: str = _limit(
@@ -156,10 +159,12 @@ class LimitOptions:
     )
     max_prompt: int | None = _limit("Maximum length of a prompt, in tokens.", min=1, show_default="the model's context")
     max_body: int = _limit("Maximum size of a request without its images, in bytes.", min=1, default=4 << 20)
-    max_images: int = _limit("Maximum images in a request.", min=0, default=64)
+    max_images: int = _limit("Maximum number of images in a request.", min=0, default=64)
     max_image_bytes: int = _limit("Maximum size of all images in a request, in bytes.", min=0, default=24 << 20)
     timeout: float | None = _limit(
-        "Seconds from the arrival of a request to the end of its reply.", min=0.001, show_default="none"
+        "Maximum time from the arrival of a request to the end of its reply, in seconds.",
+        min=0.001,
+        show_default="none",
     )
 
     def folder(self) -> dict[str, Any]:
@@ -187,9 +192,9 @@ class ModelsOptions:
     """Additional models, loaded on request."""
 
     models: list[str] | None = _several(
-        "Also serve all models in this folder. Repeatable.\n\nThese are GGUF files and folders in Hugging Face's "
-        "layout, also in subfolders. `pulled` means the models of `paceline list`, `all` the models of `paceline list "
-        "--all`. Requests name the model, and /v1/models lists the names.",
+        "Also serve all models in this folder and its subfolders. Repeatable.\n\nModels are GGUF files and folders in "
+        "Hugging Face's layout. `pulled` means the models that `paceline list` shows, and `all` means the models that "
+        "`paceline list --all` shows. Requests select a model by name, and /v1/models lists the names.",
         metavar="DIR",
     )
     keep_alive: float = _several(
@@ -198,7 +203,7 @@ class ModelsOptions:
         default=300.0,
     )
     max_memory: float | None = _several(
-        "Memory budget for all models, in GiB.\n\nModels that have been idle for longest are unloaded first. The "
+        "Memory budget for all models, in GiB.\n\nModels that have been idle the longest are unloaded first. The "
         "budget includes MODEL and loaded draft models, but not keys and values (--cache-memory).",
         min=0.001,
         show_default="the free memory",
@@ -281,7 +286,7 @@ def application(
     if follows():
         model.load(progress=False)  # never returns in such a process
     addresses = check_address(server.host, server.port)
-    limits.folder()  # raises before a model is read
+    limits.folder()  # raise errors before a model is loaded
     warm = _warm_prompts(server, limits, has_first)
     if processes() > 1 and several.models:
         raise InvalidOption("several processes can share only one model", "Leave out --models")
@@ -360,7 +365,9 @@ def _models(
         path = model.located() if sources and not parse_adapters(model.adapter or ())[0] else None
         sources.insert(0, _first(model, server, partial(warmed, model, progress=progress), path))
     if not sources:
-        raise InvalidOption(f"there is no model in {', '.join(several.models or ())}", "Use a MODEL, or another folder")
+        raise InvalidOption(
+            f"there is no model in {', '.join(several.models or ())}", "Name a MODEL, or use another folder"
+        )
     most = None if several.max_memory is None else int(several.max_memory * 2**30)
     return Models(
         sources,
@@ -471,7 +478,7 @@ def _check_learning(server: ServerOptions, several: ModelsOptions, model: LoadFl
 
 
 def _learner(llm: LLM, model: LoadFlags, server: ServerOptions) -> Learner:
-    """Return what learns from the traffic of a server with this model."""
+    """Return the learner for the traffic of a server with this model."""
     from paceline.learn.learner import Learner, LearningPlan
 
     assert server.learn
@@ -482,12 +489,12 @@ def _learner(llm: LLM, model: LoadFlags, server: ServerOptions) -> Learner:
         load={name: getattr(model, name) for name in names},
         free_memory=free_memory,
     )
-    note(f"learning in {plan.folder}, which keeps prompts and replies on this disk")
+    note(f"learning in {plan.folder}, which stores prompts and replies")
     return Learner(llm, tuple(server.api_key or ()), plan)
 
 
 def _warm_prompts(server: ServerOptions, limits: LimitOptions, has_first: bool) -> list[WarmPrompt]:
-    """Read the files of --warm. Raise `InvalidOption` if that is not possible, or nothing could be kept."""
+    """Read the files of --warm. Raise `InvalidOption` if a file is not valid, or no cache would keep the prompts."""
     if not server.warm:
         return []
     if limits.prefix_memory == 0 or not has_first:
@@ -512,12 +519,12 @@ def _warmed(
 
         began = time.perf_counter()
         count, known = read_prompt(worker, settings, warm)
-        note(f"read {warm.path}: {count:,} tokens, {known:,} of them known, in {time.perf_counter() - began:.1f} s")
+        note(f"read {warm.path}: {count:,} tokens, {known:,} of them cached, in {time.perf_counter() - began:.1f} s")
     return worker
 
 
 def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None:
-    """Print address, model, drafter and memory when the server listens. Warn if everybody can use it."""
+    """Print address, model, drafter and memory once the server listens. Warn if anyone can use it."""
     if quiet:
         return
     import psutil

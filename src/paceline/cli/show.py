@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
-# A model may write escape sequences, and a terminal would obey them.
+# A model may write escape sequences, which a terminal would obey.
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
 del _CONTROLS[ord("\n")], _CONTROLS[ord("\t")]
 
@@ -165,7 +165,7 @@ def speed(stats: Stats) -> float:
 
 
 def decode_speed(stats: Stats) -> float:
-    """Return tokens per second without the time of the prefill."""
+    """Return tokens per second, excluding the prefill."""
     return _rate(stats.tokens, sum(stats.seconds.values()) - stats.seconds["prefill"])
 
 

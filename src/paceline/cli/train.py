@@ -36,25 +36,27 @@ class TrainOptions:
     """Data, shape of the drafter, and training."""
 
     prompts: Path | None = _data("JSONL file of prompts.", metavar="FILE", show_default="the target writes its own")
-    own_prompts: int = _data("Prompts that the target writes if no --prompts are given.", min=1, default=5000)
+    own_prompts: int = _data("Number of prompts that the target writes without --prompts.", min=1, default=5000)
     answers: Path | None = _data("JSONL file of the target's answers.", metavar="FILE", show_default="it writes them")
     answer_tokens: int = _data("Maximum length of an answer, in tokens.", min=1, default=192)
-    temperatures: str = _data("Temperatures. Each prompt gets an answer at each.", metavar="X,X", default="0,0.8")
+    temperatures: str = _data(
+        "Temperatures of answers. Each prompt gets one answer at each.", metavar="X,X", default="0,0.8"
+    )
     documents: int | None = _data("Maximum number of answers to use.", min=1, show_default="all")
     max_length: int = _data("Maximum length of a document (prompt and answer), in tokens.", min=16, default=2048)
-    cache: float = _data("GiB of hidden states to keep on disk between epochs.", min=0, default=8.0)
+    cache: float = _data("Maximum size of hidden states on disk between epochs, in GiB.", min=0, default=8.0)
     start: Path | None = _drafter("Start from the weights of this drafter of the same shape.", "--from", metavar="DIR")
     taps: str | None = _drafter("Target layers whose hidden states the drafter reads, such as 2,15,27.", metavar="N,N")
     vocabulary: int | None = _drafter("Tokens that the drafter can draft.", min=1, show_default="all")
     ffn: int | None = _drafter("Feed-forward width.", min=1, show_default="the target's")
-    layers: int | None = _drafter("Layers: of a block drafter, of a Medusa head, or before an early exit.", min=1)
+    layers: int | None = _drafter("Number of layers in a block drafter or Medusa head, or before an early exit.", min=1)
     rank: int = _drafter("Rank of an early exit's projection.", min=1, default=256)
-    bits: int = _drafter("Bits of the weights in the file: 16 (bfloat16), or 4 (only for Paceline).", default=16)
+    bits: int = _drafter("Bits per weight in the file: 16 (bfloat16), or 4 (only Paceline reads it).", default=16)
     steps: int = _training("Draft length to train for, in tokens.", min=1, default=5)
     epochs: float = _training("Passes over the data.", default=1.0)
     batch: int = _training("Documents per step.", min=1, default=4)
     rate: float = _training("Learning rate.", default=2e-3)
-    seed: int = _training("Seed of the data, its order and the weights.", min=0, max=2**63 - 1, default=0)
+    seed: int = _training("Seed for the data, their order and the weights.", min=0, max=2**63 - 1, default=0)
 
     def job(self, target: str, kind: str, out: Path) -> TrainJob:
         """Return the training job. Raise `InvalidOption` if an option is not valid."""

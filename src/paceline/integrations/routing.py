@@ -18,8 +18,8 @@ SESSION = "x-session-id"
 """Header for sessions. All requests of a session go to the same replica."""
 
 _BLOCKS = 512, 4096
-"""Lengths in characters of the beginnings to compare. The shorter one covers a shared system prompt, the longer one a
-conversation."""
+"""Lengths, in characters, of the beginnings to compare. The shorter beginning covers a shared system prompt, the longer
+beginning covers a conversation."""
 _FIELDS = ("model", "tools", "system", "instructions", "messages", "input", "prompt")
 """Fields of a body that form its prompt, in approximately the order of the prompt."""
 _SLACK = 1.25

@@ -25,7 +25,7 @@ def _follow_parent() -> None:
 
 
 def _be_nice() -> None:
-    """Take the lowest priority. Linux may weigh whole sessions against each other, so that `nice` has no effect."""
+    """Take the lowest priority, also for the session, because Linux may divide the CPU between sessions first."""
     if hasattr(os, "nice"):
         os.nice(19)
     with suppress(OSError):

@@ -24,7 +24,7 @@ _MARK = "paceline-learn"
 """File with the secret of the folder. It also marks folders that `forget` may delete."""
 
 LEAST_HELD = 16
-"""Minimum number of held-out replies to compare drafters. The interval of fewer is not to be trusted."""
+"""Minimum number of held-out replies to compare drafters. With fewer replies, the interval is not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Pupil:
         return self.folder / "head.old"
 
     def switch(self) -> None:
-        """Replace the head by the one in training. If this is interrupted, call `recover`."""
+        """Replace the head with the head in training. If this is interrupted, call `recover`."""
         self.recover()
         if self.head.exists():
             self.head.rename(self._replaced)
@@ -76,13 +76,13 @@ class Pupil:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def recover(self) -> None:
-        """Finish or undo an interrupted switch. If a head was in use before, one is in use afterwards."""
+        """Finish or undo an interrupted switch. If a head was in use before, a head is in use afterwards."""
         if self._replaced.exists() and not self.head.exists():
             self._replaced.rename(self.head)
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def status(self) -> dict[str, Any]:
-        """Return the result of the last lesson, {} if there is none or the file is damaged."""
+        """Return the result of the last lesson, or {} if there is none or the file is damaged."""
         try:
             found = json.loads((self.folder / "status.json").read_text())
             return found if isinstance(found, dict) else {}
@@ -94,11 +94,11 @@ class Pupil:
         replace_with(self.folder / "status.json", lambda new: new.write_text(json.dumps(status) + "\n"))
 
     def replies(self) -> list[RecordedReply]:
-        """Return the recorded replies, oldest first. A file that is damaged is left out."""
+        """Return the recorded replies, oldest first. Skip a damaged file."""
         return [*_replies(older(self.traffic)), *_replies(self.traffic)]
 
     def drop_lesson(self) -> None:
-        """Delete what is left of a lesson."""
+        """Delete the remains of a lesson."""
         self.lesson.unlink(missing_ok=True)  # first, so that a partly deleted lesson is never continued
         shutil.rmtree(self._unfinished, ignore_errors=True)
 
@@ -112,25 +112,25 @@ def _replies(path: Path) -> list[RecordedReply]:
 
 
 def open_folder(folder: Path) -> Path:
-    """Create a folder for learning, or check that it is one. Returns it.
+    """Create a folder for learning, or check an existing one. Return the folder.
 
     Raises:
-        InvalidOption: If it holds anything else.
-        OSError: If it cannot be created.
+        InvalidOption: If the folder contains anything else.
+        OSError: If the folder cannot be created.
     """
     folder = folder.expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mark = folder / _MARK
     if not mark.exists():
         if any(path.name != ".lock" for path in folder.iterdir()):
-            raise InvalidOption(f"{folder} is not empty and not a folder of --learn", "Name a new folder")
+            raise InvalidOption(f"{folder} is neither empty nor a folder of --learn", "Name a new folder")
         with os.fdopen(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(os.urandom(16))
     return folder
 
 
 def pupil_of(folder: Path, key: str | None) -> Pupil:
-    """Return the subfolder of an API key, None for a server without keys. Create it if it is missing.
+    """Return the subfolder of an API key, or of None for a server without keys. Create it if it is missing.
 
     Its name is a keyed hash, so that it does not show the API key.
     """
@@ -144,10 +144,10 @@ def pupil_of(folder: Path, key: str | None) -> Pupil:
 
 
 def pupils(folder: Path) -> list[Pupil]:
-    """Return the subfolders.
+    """Return the subfolders of a folder.
 
     Raises:
-        InvalidOption: If it is not a folder of --learn.
+        InvalidOption: If the folder is not a folder of --learn.
     """
     folder = folder.expanduser()
     if not (folder / _MARK).is_file():
@@ -161,7 +161,7 @@ def forget(folder: Path) -> None:
     """Delete a folder of --learn with everything in it.
 
     Raises:
-        InvalidOption: If it is not one, or a server is using it.
+        InvalidOption: If the folder is not a folder of --learn, or a server is using it.
         OSError: If something cannot be deleted.
     """
     folder = folder.expanduser()

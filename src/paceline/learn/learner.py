@@ -36,7 +36,7 @@ _LOG = logging.getLogger("paceline.learn")
 COMMAND = (sys.executable, "-m", "paceline.learn")
 """The process that gives a lesson. Its settings follow."""
 _MEMORY = 64 << 20
-"""Bytes of the suffix memories of all keys together."""
+"""Maximum bytes of the suffix memories of all keys together."""
 _TOKEN = 1024
 """Maximum bytes of a remembered token."""
 _TRAFFIC = 64 << 20
@@ -65,7 +65,7 @@ class LearningPlan:
 
 
 class _Key:
-    """What is learned from the clients of one API key. No other key uses it."""
+    """The drafters learned from the clients of one API key. Clients with other keys do not use them."""
 
     def __init__(self, number: int, pupil: Pupil, llm: LLM, plan: LearningPlan, keys: int) -> None:
         self.number, self.pupil, self.llm = number, pupil, llm
@@ -88,11 +88,11 @@ class _Key:
         drafter.bind(self.llm.engine.cache)
         self.secrets.append(policies.add_private(f"learned-{self.number}-{len(self.secrets)}", drafter))
         self.speculation = Speculation(self.secrets[-1])
-        for secret in self.secrets[:-2]:  # requests may still use the latest but one
+        for secret in self.secrets[:-2]:  # requests may still use the last two
             policies.remove_private(secret)
 
     def use_head(self) -> bool:
-        """Draft with the trained head. Returns False if there is none, or it is damaged or of another model."""
+        """Draft with the trained head. Return False if there is none, or it is damaged or belongs to another model."""
         try:
             if not holds_head(self.pupil.head):
                 return False
@@ -134,7 +134,7 @@ def _latest(replies: Sequence[RecordedReply], limit: int) -> list[RecordedReply]
 def _others(llm: LLM) -> tuple[str, list[Drafter]]:
     """Return the server's drafter with a memory, as a name for `replay`, and its parts that do not look up text.
 
-    The parts are shared: what they keep belongs to a slot, and a slot to one request.
+    The parts can be shared, because their state belongs to a slot, and a slot belongs to one request.
     """
     policies = llm.engine.policies
     default = policies[policies.default.drafter]
@@ -148,7 +148,7 @@ def _others(llm: LLM) -> tuple[str, list[Drafter]]:
 
 
 def _recorder(pupil: Pupil, llm: LLM, limit: int) -> ReplyRecorder | None:
-    """Open the recording of a key. A file that is damaged or of another model is replaced."""
+    """Open the recording of a key. Replace a file that is damaged or belongs to another model."""
     try:
         try:
             return ReplyRecorder(pupil.traffic, llm.model, limit)
@@ -175,12 +175,12 @@ class Learner(Closable):
 
         Args:
             llm: The target. The private drafters are added to its engine.
-            keys: API keys of the server. None of them: all clients are one.
+            keys: API keys of the server. If there are none, all clients count as one.
             plan: Settings.
 
         Raises:
-            InvalidOption: If the folder holds anything else, or another server is using it.
-            OSError: If it cannot be used.
+            InvalidOption: If the folder contains anything else, or another server is using it.
+            OSError: If the folder cannot be used.
         """
         self._llm, self._plan = llm, plan
         self._keys: list[_Key] = []
@@ -197,7 +197,7 @@ class Learner(Closable):
         self._busy: Callable[[], bool] = lambda: False
 
     def start(self, busy: Callable[[], bool]) -> None:
-        """Start to give lessons. `busy` returns True while replies are being written."""
+        """Start giving lessons. `busy` returns True while replies are being written."""
         self._busy = busy
         self._thread.start()
 
@@ -238,7 +238,7 @@ class Learner(Closable):
                 self._closed.wait(self._plan.idle)
 
     def _next(self) -> int | None:
-        """Return the key to teach next: one whose lesson was interrupted, or the one with most new replies."""
+        """Return the key to teach next: one whose lesson was interrupted, or the key with the most new replies."""
         begun = [number for number, key in enumerate(self._keys) if key.pupil.lesson.exists()]
         ready = [number for number, key in enumerate(self._keys) if key.fresh >= self._plan.fresh]
         return next(iter(begun), max(ready, key=lambda number: self._keys[number].fresh, default=None))
@@ -247,13 +247,13 @@ class Learner(Closable):
         """Run a lesson in a process of its own, and use its result. `used`: the time of the latest request."""
         key = self._keys[number]
         if self._plan.free_memory() < _size(self._llm):
-            _LOG.warning("no lesson: there is no memory to load the model again")
+            _LOG.warning("no lesson: there is not enough memory to load the model again")
             self._closed.wait(self._plan.idle)
             return
         fresh, key.fresh = key.fresh, 0
         command = [*COMMAND, json.dumps(self._settings(number))]
         quiet: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-        # Its own session has its own priority, and Ctrl-C does not reach it.
+        # A new session has its own priority, and Ctrl-C does not reach it.
         self._child = child = subprocess.Popen(command, start_new_session=True, **quiet)
         if self._used != used or self._closed.is_set():  # a request came before `wake` could see the child
             child.kill()
@@ -281,5 +281,5 @@ class Learner(Closable):
 
 
 def _size(llm: LLM) -> int:
-    """Return the bytes that a lesson takes: the model, and as much again to train."""
+    """Return the bytes that a lesson takes: the size of the model, and the same again for training."""
     return 2 * held_bytes(llm.model.target)

@@ -29,8 +29,8 @@ _VOCABULARY = 16384
 """Maximum vocabulary of a head, in tokens."""
 
 Compare = Callable[[LLM, Sequence[RecordedReply], str, str], dict[str, float]]
-"""(model, held-out replies, drafter in use, new drafter) -> speed of the new one relative to the one in use, with its
-95 % interval: {"value", "low", "high"}."""
+"""(model, held-out replies, drafter in use, new drafter) -> speed of the new drafter relative to the drafter in use,
+with its 95 % interval: {"value", "low", "high"}."""
 
 
 def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare | None = None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare 
         llm: The target.
         pupil: The folder with the traffic.
         drafter: Name of the drafter in use.
-        job: Settings of the training. Files, and the start, are set here.
+        job: Settings of the training. `teach` sets its files and the head to start from.
         compare: Compares two drafters. None for `replayed`.
 
     Returns:
@@ -78,7 +78,7 @@ def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare 
 
 
 def _start(llm: LLM, pupil: Pupil) -> Path | None:
-    """Return the head to begin with. None if there is none, or it is damaged or of another model."""
+    """Return the head to begin with. None if there is none, or it is damaged or belongs to another model."""
     if not holds_head(pupil.head):
         return None
     try:
@@ -102,7 +102,7 @@ def _snapshot(llm: LLM, pupil: Pupil) -> None:
 
 
 def job_for(target: str, vocab_size: int, disk: int) -> TrainJob:
-    """Return the settings of a training that a machine of a few cores can finish.
+    """Return settings of a training run that a machine with a few cores can finish.
 
     Args:
         target: Name of the target.

@@ -12,14 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.attention import LayerAttention, SlabPlan
+from paceline.cache.state import StatePass
 from paceline.errors import OutOfMemory
-from paceline.kernels.cpu.attention import CHeads, CView, KernelView, fields, whole
+from paceline.kernels.cpu.attention import CHeads, CView, KernelView, whole
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear, fields
+from paceline.kernels.linear import Linear
 from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
+from paceline.models.cpu_states import CDeltaNet, CStretch, KernelStates, delta_net, gates_of
 from paceline.models.layers import Attention, Dense, Layer, Mixture, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
+from paceline.models.recurrent import DeltaNet
 from paceline.models.rope import Rope
 
 
@@ -35,14 +39,17 @@ class _Routing(Structure):
 
 class _CLayer(Structure):
     _fields_ = fields(
-        (CMatrix, "qkv out router given_gate given_out"),
+        (CMatrix, "qkv out router token_gate token_out"),
         (POINTER(_Expert), "experts"),
         (_Routing, "routing"),
-        (c_void_p, "before_mix after_mix before_mlp after_mlp after_given query_norm key_norm value_norm"),
+        (c_void_p, "before_mix after_mix before_mlp after_mlp after_token query_norm key_norm value_norm"),
         (c_float, "eps residual_scale scale"),
-        (c_int32, "hidden ffn activation head_dim given_first keys values view index rotation"),
+        (c_int32, "hidden ffn activation head_dim token_first keys values view index rotation"),
         (CHeads, "heads"),
-        (c_void_p, "on_qkv on_out on_gate_up on_down on_given_gate on_given_out"),
+        (c_void_p, "on_qkv on_out on_gate_up on_down on_token_gate on_token_out"),
+        (c_int32, "gated"),
+        (POINTER(CDeltaNet), "delta"),
+        (CMatrix, "shared_weight"),
     )
 
 
@@ -57,8 +64,9 @@ class _CPass(Structure):
         (POINTER(CView), "views"),
         (POINTER(_Rotation), "rotations"),
         (c_void_p, "adapters"),
-        (c_int32, "rank given_width"),
-        (c_void_p, "given reduce ranks"),
+        (c_int32, "rank token_width"),
+        (c_void_p, "tokens reduce ranks stretches"),
+        (c_int32, "stretch_count"),
     )
 
 
@@ -68,12 +76,25 @@ class NativeLayers:
     def __init__(
         self,
         layers: Sequence[Layer],
-        attentions: Sequence[LayerAttention],
+        attentions: Sequence[LayerAttention | None],
         places: Sequence[tuple[int, int]],
         rope_of: Sequence[int],
         ranks: Ranks | None = None,
+        offset: int = 0,
     ) -> None:
-        """See `stack.LayerStack`. `places`: see `slab_indices`; slabs are numbered from the first one of `run`."""
+        """See `stack.LayerStack`.
+
+        Args:
+            layers: See `stack.LayerStack`.
+            attentions: Attention of each layer; None for a recurrent layer.
+            places: See `slab_indices`. Slabs are numbered from the first one of `run`.
+            rope_of: Index of each layer's rotary factors.
+            ranks: See `stack.LayerStack`.
+            offset: Number of the first of these layers in the model.
+        """
+        mixers = [layer.attention for layer in layers]
+        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)}
+        self._offset, self._nets = offset, list[CDeltaNet]()
         self._held: list[Tensor] = []
         """Tensors that the structures point to, kept alive here."""
         self._changes: list[NativeChanges] = []
@@ -98,8 +119,10 @@ class NativeLayers:
         taps: Sequence[int],
         given: Tensor | None = None,
         adapters: Sequence[int] = (),
+        view: StatePass | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans` come from a `SlabPass`. No tap may lie after the last layer."""
+        """See `stack.LayerStack.run`. `plans` come from a `SlabPass`: `view`, if there are recurrent layers. No tap may
+        lie after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
@@ -108,9 +131,12 @@ class NativeLayers:
             passed = _KernelPass(plans, ropes, adapters if rank else (), rank)
             if given is not None:
                 given = given.to(x.dtype).contiguous()
-                passed.c.given, passed.c.given_width = given.data_ptr(), given.shape[2:].numel()
+                passed.c.tokens, passed.c.token_width = given.data_ptr(), given.shape[2:].numel()
             if self._sums:
                 passed.c.reduce, passed.c.ranks = self._sums.function()
+            if view and self._recurrent:
+                configs = {self._offset + i: c for i, c in self._recurrent.items() if first <= i < end}
+                passed.take(KernelStates(view, configs), self._recurrent_before(first))
             entry = None if entry is None else entry.contiguous()
             failed = self._run(
                 *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
@@ -124,18 +150,24 @@ class NativeLayers:
                 raise OutOfMemory(f"not enough memory for a pass of {passed.c.rows} rows", SMALLER)
         return x, dict(zip(inner, states, strict=True)) | ({first: entering} if first in taps else {})
 
-    def _structure(self, number: int, layer: Layer, spec: LayerAttention, place: tuple[int, int], rope: int) -> _CLayer:
+    def _recurrent_before(self, number: int) -> int:
+        """Return the number of recurrent layers before a layer."""
+        return sum(i < number for i in self._recurrent)
+
+    def _structure(
+        self, number: int, layer: Layer, spec: LayerAttention | None, place: tuple[int, int], rope: int
+    ) -> _CLayer:
         """`place`: see `slab_indices`."""
         parts = _parts(layer)
         assert parts
         mix, gated, last = parts.mix, parts.experts[0][0], layer.mlp_norm or (layer.post and layer.post[1])
         assert last
-        keys, size, given = mix.split[1], mix.head_dim, layer.token_input
-        values = parts.qkv.matrix.shape[0] // size - mix.split[0]
-        kv = spec.heads[0] if spec.heads else keys
+        given, (size, keys, values, heads) = layer.token_input, self._heads(parts, spec)
+        if spec is None:
+            place = 0, self._recurrent_before(number)
         experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
         of_given = [product.matrix.c for product in parts.given] or [CMatrix(), CMatrix()]
-        products = [mix.qkv, layer.out]
+        products = [_first(mix), layer.out]
         products += [gated.both, layer.mlp.down] if isinstance(layer.mlp, Dense) else [None, None]
         products += [given.gate, given.out] if given else [None, None]
         return _CLayer(
@@ -145,9 +177,28 @@ class NativeLayers:
             *(last.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
             *(parts.out.matrix.shape[0], gated.out, GATES[gated.activation], size),
             *(number * of_given[0].out, keys, values, *place, rope),
-            CHeads(mix.heads, kv, whole(size), spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)),
-            *map(self._changed, products),
+            *(heads, *map(self._changed, products), isinstance(mix, Attention) and mix.gated),
+            *(self._net(mix), parts.share.matrix.c if parts.share else CMatrix()),
         )
+
+    def _heads(self, parts: _Parts, spec: LayerAttention | None) -> tuple[int, int, int, CHeads]:
+        """Return the size of a head, the numbers of key heads and value heads in the product, and the structure."""
+        mix = parts.mix
+        if isinstance(mix, DeltaNet):
+            size = mix.config.value_dim
+            return size, 0, 0, CHeads(mix.config.heads, 0, whole(size))
+        assert spec
+        size, keys = mix.head_dim, mix.split[1]
+        values = parts.qkv.matrix.shape[0] // size - mix.split[0] - mix.gated * mix.heads
+        kv = spec.heads[0] if spec.heads else keys
+        sinks = self._pointer(spec.sinks)
+        return size, keys, values, CHeads(mix.heads, kv, whole(size), spec.scale, spec.softcap or 0.0, sinks)
+
+    def _net(self, mix: Attention | DeltaNet) -> ctypes._Pointer[CDeltaNet] | None:
+        if isinstance(mix, Attention):
+            return None
+        self._nets.append(delta_net(mix, self._pointer))
+        return ctypes.pointer(self._nets[-1])
 
     def _routing(self, parts: _Parts) -> _Routing:
         mixture, groups = parts.mixture, parts.mixture and parts.mixture.groups
@@ -200,54 +251,67 @@ class _Sums:
 
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Return True if `NativeLayers` can run these layers: all of their products are native."""
-    return dtype in FLOAT_KINDS and all(map(_parts, layers)) and library() is not None
+    """Return True if `NativeLayers` can run these layers: all of their products are native. A layer with attention must
+    be among them, since the plans of attention hold the rows of a pass."""
+    attends = any(isinstance(layer.attention, Attention) for layer in layers)
+    return dtype in FLOAT_KINDS and attends and all(map(_parts, layers)) and library() is not None
 
 
 class _Parts(NamedTuple):
     """The products of a layer, without adapters.
 
     `experts` holds for each network the gate and up projections, their product, and the down projection. A dense layer
-    has one network; a shared expert comes last. `router` belongs to `mixture`. `given` holds the products of the token
-    embeddings: gate and output.
+    has one network; a shared expert comes last. `given` holds the products of the token embeddings: gate and output.
+    `router` belongs to `mixture`, and `share` computes the weight of its shared expert.
     """
 
-    mix: Attention
+    mix: Attention | DeltaNet
     qkv: NativeLinear
     out: NativeLinear
     experts: list[tuple[NativeGated, NativeLinear, NativeLinear]]
     given: list[NativeLinear]
     router: NativeLinear | None
     mixture: Mixture | None
+    share: NativeLinear | None
 
 
 def _parts(layer: Layer) -> _Parts | None:
     """Return the products of a layer; None if the kernels cannot run it."""
-    mix, found = layer.attention, _networks(layer.mlp)
-    if not isinstance(mix, Attention) or mix.gated or mix.tempered or mix.rotated_first:
+    mix, mlp, found = layer.attention, layer.mlp, _networks(layer.mlp)
+    if isinstance(mix, Attention):
+        if mix.tempered or mix.rotated_first or isinstance(mix.norm, WideNorm):
+            return None
+    elif not isinstance(mix, DeltaNet) or gates_of(mix) is None:
         return None
-    if isinstance(mix.norm, WideNorm) or type(layer) is not Layer or isinstance(layer.attn_norm, LayerNorm):
+    if type(layer) is not Layer or isinstance(layer.attn_norm, LayerNorm):
         return None
     if found is None:
         return None
     (mixture, dense), token = found, layer.token_input
-    products = _native(mix.qkv, layer.out, *((token.gate, token.out) if token else ()))
-    router = base_of(mixture.router) if mixture else None
-    if products is None or not (router is None or isinstance(router, NativeLinear)):
+    products = _native(_first(mix), layer.out, *((token.gate, token.out) if token else ()))
+    share = mlp.share if isinstance(mlp, SharedMixture) else None
+    scores = _native(*([mixture.router] if mixture else []), *([share] if share else []))
+    if products is None or scores is None or len({score.matrix.kinds for score in scores}) > 1:
         return None
+    router, weight = [*scores, None, None][:2]
     experts = []
     for one in dense:
         if not isinstance(one.gate_up, NativeGated) or not (pair := _native(one.gate_up.both, one.down)):
             return None
         experts.append((one.gate_up, pair[0], pair[1]))
     # The kernels need all experts to have one type and shape, and do not apply adapters within a mixture.
-    alike = len({(both.matrix.c.kind, down.matrix.c.kind, both.matrix.shape) for _, both, down in experts}) == 1
+    shapes = {(x.matrix.c.kind, y.matrix.c.kind, x.matrix.shape, y.matrix.shape) for _, x, y in experts}
     each = zip(dense, experts, strict=True)
     changed = mixture and any(gated.both is not both or one.down is not down for one, (gated, both, down) in each)
-    if not alike or changed:
+    if len(shapes) > 1 or changed:
         return None
     qkv, out, *given = products
-    return _Parts(mix, qkv, out, experts, given, router, mixture)
+    return _Parts(mix, qkv, out, experts, given, router, mixture, weight)
+
+
+def _first(mix: Attention | DeltaNet) -> Linear:
+    """Return the first projection of a mixer."""
+    return mix.qkv if isinstance(mix, Attention) else mix.mixed
 
 
 def _native(*products: object) -> list[NativeLinear] | None:
@@ -256,19 +320,22 @@ def _native(*products: object) -> list[NativeLinear] | None:
     return found if len(found) == len(products) else None
 
 
-def _norms(layer: Layer, mix: Attention) -> list[Tensor | None]:
+def _norms(layer: Layer, mix: Attention | DeltaNet) -> list[Tensor | None]:
     """Return the weights of a layer's norms, in the order of layer.h."""
-    post, token, value = layer.post or (None, None), layer.token_input, mix.value_norm
+    post, token = layer.post or (None, None), layer.token_input
     norms = [layer.attn_norm, post[0], layer.mlp_norm, post[1], token.norm if token else None]
-    heads = (mix.norm.weight[0], mix.norm.weight[-1]) if isinstance(mix.norm, HeadNorm) else (None, None)
-    return [*(norm.weight if norm else None for norm in norms), *heads, value.weight if value else None]
+    heads: list[Tensor | None] = [None, None, None]
+    if isinstance(mix, Attention):
+        both = [mix.norm.weight[0], mix.norm.weight[-1]] if isinstance(mix.norm, HeadNorm) else [None, None]
+        heads = [*both, mix.value_norm.weight if mix.value_norm else None]
+    return [*(norm.weight if norm else None for norm in norms), *heads]
 
 
 def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
     """Return the mixture in a feed-forward part, if any, and all of its networks; None if the kernels cannot run it."""
     if isinstance(mlp, Dense):
         return None, [mlp]
-    shared = [mlp.shared] if isinstance(mlp, SharedMixture) and mlp.share is None else []
+    shared = [mlp.shared] if isinstance(mlp, SharedMixture) else []
     mixture = mlp.experts if isinstance(mlp, SharedMixture) and shared else mlp
     if not isinstance(mixture, Mixture) or mixture.weighs_inputs:
         return None
@@ -292,6 +359,12 @@ class _KernelPass:
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
             *(self._of_rows(adapters, rows.counts), rank),
         )
+
+    def take(self, states: KernelStates, skipped: int) -> None:
+        """Add the states of the recurrent layers, the first `skipped` of which do not run."""
+        self._held.append(states)
+        size = skipped * states.count * ctypes.sizeof(CStretch)
+        self.c.stretches, self.c.stretch_count = ctypes.addressof(states.table) - size, states.count
 
     def _of_rows(self, adapters: Sequence[int], counts: Sequence[int]) -> int | None:
         """Return the address of an array with the adapter of each row; None if no row has one."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.cache.layout import NONE
 from paceline.cache.state import Recurrence, Tensors, Tree
 from paceline.kernels.cpu.convolution import convolve
-from paceline.kernels.cpu.delta import apply_delta, runs_delta, scan_delta
+from paceline.kernels.cpu.delta import apply_delta, scan_delta, scans_natively
 from paceline.kernels.linear import Linear
 from paceline.models.config import DeltaNetConfig, MatrixConfig, ModelConfig, RecurrentConfig, ShortConvConfig
 from paceline.models.layers import Mixer, sigmoid
@@ -37,7 +37,7 @@ class Convolution:
             bias: [channels].
             activated: Apply SiLU to the results.
         """
-        self.weight, self._bias, self._activated = weight, bias, activated
+        self.weight, self.bias, self.activated = weight, bias, activated
 
     def empty(self) -> Tensor:
         """Return the entries before a text, [width - 1, channels]."""
@@ -57,15 +57,15 @@ class Convolution:
             The results of the pass's rows, [T, channels].
         """
         history = tree.history(len(self.weight))
-        if runs_delta(self.weight):
-            return convolve(before, entries, history, self.weight, self._bias, self._activated)
+        if scans_natively(self.weight):
+            return convolve(before, entries, history, self.weight, self.bias, self.activated)
         every, history = torch.cat([before, entries]), history.to(entries.device)
         total = every[history[:, 0]] * self.weight[0]
         for column, weight in zip(history[:, 1:].unbind(1), self.weight[1:], strict=True):
             total += every[column] * weight
-        if self._bias is not None:
-            total += self._bias
-        return total * sigmoid(total) if self._activated else total
+        if self.bias is not None:
+            total += self.bias
+        return total * sigmoid(total) if self.activated else total
 
     def advance(self, before: Tensor, entries: Tensor) -> Tensor:
         """Return the last width - 1 entries after appending `entries` [n, channels]."""
@@ -107,7 +107,7 @@ class MatrixState(Recurrence):
     """
 
     def __init__(self, config: MatrixConfig, convolution: Convolution) -> None:
-        self.config, self._convolution = config, convolution
+        self.config, self.convolution = config, convolution
 
     @abstractmethod
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -143,8 +143,8 @@ class MatrixState(Recurrence):
         return out
 
     def empty(self) -> Tensors:
-        c, weight = self.config, self._convolution.weight
-        return self._convolution.empty(), weight.new_zeros(c.heads, c.key_dim, c.value_dim)
+        c, weight = self.config, self.convolution.weight
+        return self.convolution.empty(), weight.new_zeros(c.heads, c.key_dim, c.value_dim)
 
     def scan(
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
@@ -154,9 +154,9 @@ class MatrixState(Recurrence):
         (before, matrix), (entries, decay, gates) = state, inputs
         entries = entries.to(matrix.dtype)
         every = torch.cat([earlier[0], entries]) if earlier else entries
-        mixed = self._convolution.run(before, every, tree)
+        mixed = self.convolution.run(before, every, tree)
         q, k, v, beta = self.split(mixed, gates)
-        last, native = self._convolution.advance(before, every), runs_delta(matrix)
+        last, native = self.convolution.advance(before, every), scans_natively(matrix)
         if prompt and not native:
             out, matrix = self._in_chunks(matrix, self._each(q), self._each(k), v, decay, beta)
             return self.finish(out, mixed), (), (last, matrix)
@@ -171,8 +171,8 @@ class MatrixState(Recurrence):
 
     def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
         (before, matrix), (entries, decays, keys, changes) = state, (x[list(rows)] for x in updates)
-        last = self._convolution.advance(before, entries)
-        if runs_delta(matrix):
+        last = self.convolution.advance(before, entries)
+        if scans_natively(matrix):
             return last, apply_delta(matrix, decays, keys, changes, self.config.tiled)
         for decay, k, change in zip(decays, keys, changes, strict=True):
             matrix = _write(_decayed(matrix, decay), self._each(k), change)
@@ -253,14 +253,14 @@ class DeltaRule(MatrixState):
         # x / sqrt(sum(x^2) + 1e-6) is an RMS norm. Queries are also scaled by 1 / sqrt(K).
         size, full = config.key_dim, convolution.weight.new_full
         queries, keys = full((size,), 1 / size), full((size,), size**-0.5)
-        self._units = RMSNorm(queries, 1e-6 / size), RMSNorm(keys, 1e-6 / size)
+        self.units = RMSNorm(queries, 1e-6 / size), RMSNorm(keys, 1e-6 / size)
 
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `MatrixState.split`. Queries and keys are normalised to length 1, queries are then scaled, and the gates
         are beta."""
         c, keys = self.config, self.config.key_heads * self.config.key_dim
         q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
-        q, k = (unit(x.unflatten(-1, (-1, c.key_dim))) for x, unit in zip((q, k), self._units, strict=True))
+        q, k = (unit(x.unflatten(-1, (-1, c.key_dim))) for x, unit in zip((q, k), self.units, strict=True))
         return q, k, v.unflatten(-1, (-1, c.value_dim)), gates
 
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
@@ -329,19 +329,19 @@ class DeltaNet(RecurrentMixer):
             decay: The decay's negative rate A and the bias of its time step, both [heads].
             norm: Norm of each head's output.
         """
-        self.config, self._mixed, self._gates, self._norm = config, mixed, gates, norm
-        self.recurrence = DeltaRule(config, convolution)
-        self._rate, self._bias = decay
+        self.config, self.mixed, self.gates, self.norm = config, mixed, gates, norm
+        self.recurrence: DeltaRule = DeltaRule(config, convolution)
+        self.rate, self.bias = decay
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
-        c, (share, step) = self.config, self._gates
-        entries, gate = self._mixed(x).split([c.channels, c.heads * c.value_dim], -1)
-        wide = self._rate.dtype
-        decay = (self._rate * F.softplus((step.precise(x).to(wide) + self._bias).double())).to(wide)
+        c, (share, step) = self.config, self.gates
+        entries, gate = self.mixed(x).split([c.channels, c.heads * c.value_dim], -1)
+        wide = self.rate.dtype
+        decay = (self.rate * F.softplus((step.precise(x).to(wide) + self.bias).double())).to(wide)
         out = view.recur(layer, (entries, decay, sigmoid(share.precise(x).to(wide))))
         gate = gate.to(wide)
-        mixed: Tensor = self._norm(out).flatten(2) * (gate * sigmoid(gate))
+        mixed: Tensor = self.norm(out).flatten(2) * (gate * sigmoid(gate))
         return mixed.to(x.dtype)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention, SlabPass, slab_indices
 from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
-from paceline.cache.state import StateCache
+from paceline.cache.state import StateCache, StatePass
 from paceline.kernels.cpu.attention import attend, attends_natively, whole
 from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
@@ -202,8 +202,8 @@ class _PlacedLayers:
 
     def take(self, attentions: Sequence[LayerAttention | None], ranks: Ranks | None) -> None:
         """Hand the layers to the CPU kernels."""
-        own = [attention for attention in attentions[self.first : self.end] if attention]
-        self.native = NativeLayers(self.layers, own, self._places, self._rope_of[self.first : self.end], ranks)
+        own = slice(self.first, self.end)
+        self.native = NativeLayers(self.layers, attentions[own], self._places, self._rope_of[own], ranks, self.first)
 
     def run(
         self,
@@ -224,7 +224,8 @@ class _PlacedLayers:
             plans, inner = view.plans[self._slabs], [tap - self.first for tap in taps]
             own = None if given is None else given[:, :, self.first : self.end].to(self.device)
             span = start - self.first, stop - self.first
-            x, found = self.native.run(x, *span, ropes, plans, entry, inner, own, adapters)
+            stateful = view if isinstance(view, StatePass) else None
+            x, found = self.native.run(x, *span, ropes, plans, entry, inner, own, adapters, stateful)
             return x, {self.first + tap: state for tap, state in found.items()}
         states = {}
         with adapted_pass(adapters):

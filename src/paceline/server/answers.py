@@ -26,7 +26,7 @@ from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStop
 _SHOWN = 40
 """Characters of a text in the log."""
 _PROGRESS = 0.5
-"""Minimum number of seconds between two events that tell how much of a prompt has been read."""
+"""Minimum seconds between two events that report how much of a prompt has been read."""
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class RunningRequest:
                 if round_.over:
                     running -= 1
                     if not handle.job.sampling.max_new_tokens and not handle.error:
-                        handle.engine_reason = "length"  # without a token there was no round to say so
+                        handle.engine_reason = "length"  # without a token, no round reported the reason
                         self._count_first(handle)
                     if handle.error or handle.engine_reason is None:
                         raise handle.error or ServerStopping()
@@ -136,8 +136,8 @@ class RunningRequest:
         """Yield the answer as it grows. Errors are events, because the status of the response has already been sent.
 
         After `heartbeat` to twice `heartbeat` seconds of silence, an event without content is sent, because clients and
-        proxies give up a silent stream. A comment is not enough, because some clients ignore comments. Clients that ask
-        for the progress of a prompt get it more often.
+        proxies give up on a silent stream. A comment is not enough, because some clients ignore comments. Clients that
+        ask for the progress of a prompt get it more often.
         """
         encode = encoder.encode
         pause = min(heartbeat, _PROGRESS) if encoder.shows_progress else heartbeat
@@ -187,7 +187,7 @@ class RunningRequest:
                 LOG.info("%s %s", REQUEST_ID.get(), self._reason(stats.diverged, stats.cached))
 
     def _reason(self, diverged: Divergence, cached: int) -> str:
-        """Say why no more of a prompt was found in the prefix cache."""
+        """Explain why no more of a prompt was found in the prefix cache."""
         line = f"prompt diverged at token {diverged.at:,} of {diverged.length:,} of an earlier text, {cached:,} reused"
         if not self.logs_texts:
             return line
@@ -214,7 +214,7 @@ class EventStream(StreamingResponse):
     """Response that streams events.
 
     The answer is always closed: after the end of the stream, when the client disconnects, or when it has read nothing
-    for `stall` seconds. No more than the socket's buffer is unread by then.
+    for `stall` seconds. At that time, at most the socket's buffer is unread.
     """
 
     def __init__(self, running: RunningRequest, encoder: Encoder, settings: Settings) -> None:

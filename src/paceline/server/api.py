@@ -57,7 +57,7 @@ class Encoder(ABC):
         """Return an event that adds nothing, for a stream that is silent."""
 
     def progress(self, usage: Usage) -> Event:
-        """Return an event that tells how much of the prompt has been read. By default it is a heartbeat."""
+        """Return an event that reports how much of the prompt has been read. By default it is a heartbeat."""
         return self.heartbeat()
 
     @abstractmethod
@@ -82,8 +82,8 @@ class Api(ABC, Generic[Body]):
     """An API for generated text.
 
     The body has properties that the server reads: `constrained` must be True if the reply needs a grammar, and
-    `image_chars` must count the images. The checklist in docs/how-to/own-api.md names further places, such as the shape
-    of errors.
+    `image_chars` must count the images. The checklist in docs/how-to/own-api.md lists further places to change, such as
+    the shape of errors.
 
     Attributes:
         path: The path of the requests.
@@ -100,7 +100,7 @@ class Api(ABC, Generic[Body]):
     media_type: ClassVar[str] = "text/event-stream"
 
     def of_path(self, values: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return parameters of the body that the path holds. `values`: the text for each name in braces in `path`."""
+        """Return parameters of the body that are part of the path. `values`: the text for each name in braces."""
         return {}
 
     @abstractmethod

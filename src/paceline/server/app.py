@@ -109,7 +109,7 @@ def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # OpenAI's clients send a dozen of their own
+            allow_headers=["*"],  # OpenAI's clients send a dozen headers of their own
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestLog)
@@ -206,7 +206,7 @@ def _add_tokens(routes: Routes, service: Service) -> None:
 
 
 def _add_prompts(routes: Routes, service: Service) -> None:
-    """Add routes for requests whose prompts are read, without a reply."""
+    """Add routes for requests whose prompts are read, but get no reply."""
     add = partial(routes.add_work, service.read_prompts)
     add("/v1/embeddings", reading.EmbeddingsRequest, reading.embeddings, reading.Embeddings)
     add("/api/embed", reading.OllamaEmbedRequest, reading.ollama_embed, reading.OllamaEmbeddings)
@@ -217,8 +217,8 @@ def _add_prompts(routes: Routes, service: Service) -> None:
 
 
 def add_page(app: FastAPI, folder: Path) -> None:
-    """Add a route for each file of a web page, with `index.html` at /. Files are read once, and cannot load anything
-    from other origins."""
+    """Add a route for each file of a web page, with `index.html` at /. Each file is read once. The page cannot load
+    anything from other origins."""
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             name = file.relative_to(folder).as_posix()

@@ -250,8 +250,8 @@ def _checked(values: list[Any], in_call: bool = False) -> tuple[list[Any], list[
         in_call: True for values within the arguments of past calls, whose whole numbers may have any size.
 
     Returns:
-        What their lists and objects hold, without the arguments of past calls; those arguments; and the number of
-        numbers, booleans and nulls.
+        The contents of their lists and objects, without the arguments of past calls; the arguments of past calls; and
+        the number of numbers, booleans and nulls.
     """
     found, arguments, numbers = list[Any](), list[Any](), 0
     for value in values:

@@ -54,7 +54,7 @@ class Rule:
     def field(self, name: str) -> Any:
         """Return the definition of one of the parameters, for pydantic."""
         if self.values is None:
-            # It may be megabytes of anything.
+            # The value may be megabytes of anything.
             kind: Any = Annotated[Any, self, BeforeValidator(partial(_ignore, name, self.why))]
             about = f"Accepted and ignored: {self.why}."
         else:
@@ -81,7 +81,7 @@ def _ignore(name: str, why: str, value: Any) -> None:
 
 
 def name_once(name: str, why: str) -> None:
-    """Name a parameter that is ignored in the log, unless that has been done."""
+    """Log that a parameter is ignored, unless the log already says so."""
     if name not in _named and len(_named) < _MOST_NAMES:
         _named.add(name)
         LOG.info("parameter ignored, here and in later requests: %s (%s)", ascii(name[:100])[1:-1], why)
@@ -96,7 +96,7 @@ def _check_neutral(values: tuple[Any, ...], value: Any) -> None:
 
 @lru_cache(maxsize=256)
 def _integers(model: type[BaseModel]) -> frozenset[str]:
-    """Return the parameters that may be whole numbers and no others."""
+    """Return the parameters that take whole numbers, but no fractions."""
     found = {field.alias or name: _kinds(field.annotation) for name, field in model.model_fields.items()}
     return frozenset(name for name, kinds in found.items() if int in kinds and float not in kinds)
 
@@ -228,29 +228,29 @@ Ignored = Rule((), "it has no effect on a local server").field("user")[0]
 
 _OFF = "settings of samplers that are off"
 _MORE = "the answer has no such part"
-_MACHINES = "for servers of several machines"
+_MACHINES = "for servers that run on several machines"
 
 BUDGETS = "thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"
-"""Names under which servers limit the reasoning of chats."""
+"""Names of the limit on reasoning in chats, on various servers."""
 RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
 
 
 @accepts(
     ignored(
         "cache_prompt n_cache_reuse id_slot session_id session_params extra_key",
-        "prompts are cached without being asked, which changes no text",
+        "prompts are always cached, which changes no text",
     ),
     ignored("cache_salt", "all clients share one prefix cache, which changes no text"),
-    ignored("n_keep n_discard truncation_side", "a full context ends the reply, and nothing is moved in it"),
+    ignored("n_keep n_discard truncation_side", "a full context ends the reply, and no tokens are discarded"),
     ignored("keep_alive ttl", "the server's own option decides how long a model stays loaded"),
     ignored(
         "draft_model ngram_corpus_id speculative.n_max speculative.n_min speculative.p_min speculative.type "
         "speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_min_hits",
-        "drafters change no text; `speculation` names one",
+        "drafters change no text; `speculation` selects one",
     ),
     ignored(
         "timings_per_token sse_ping_interval stream_interval stream_reasoning verbose",
-        "streams have steps of their own, and every answer has its statistics",
+        "streams send each round as it comes, and every answer contains statistics",
     ),
     ignored("request_id rid custom_labels", "the header X-Request-Id names a request"),
     ignored("priority", "clients take turns"),
@@ -259,14 +259,17 @@ RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
         "mirostat_tau mirostat_eta dynatemp_exponent adaptive_decay",
         _OFF,
     ),
-    ignored("guided_decoding_backend guided_whitespace_pattern", "grammars are compiled in one way, JSON on one line"),
+    ignored(
+        "guided_decoding_backend guided_whitespace_pattern",
+        "there is only one grammar compiler, and JSON is written on one line",
+    ),
     ignored(
         "backend_sampling chat_format chat_parser generation_prompt grammar_type preserved_tokens reasoning_control",
         "internal to llama.cpp's server",
     ),
     ignored(
         "reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags",
-        "the chat template tells how reasoning ends",
+        "the chat template determines how reasoning ends",
     ),
     ignored(
         "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank disagg_prefill_dp_rank routed_dp_rank "
@@ -275,14 +278,14 @@ RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
     ),
     ignored("media_io_kwargs use_audio_in_video", "no model here reads audio or video"),
     ignored("return_mm_kwargs", _MORE),
-    ignored("vllm_xargs custom_params return_token_offsets", "for extensions and endpoints that are not here"),
-    ignored("options", "Ollama's, which reads it at /api/chat and ignores it elsewhere too"),
-    ignored("provider route transforms usage", "OpenRouter's, about the providers behind it"),
+    ignored("vllm_xargs custom_params return_token_offsets", "for extensions and endpoints that do not exist here"),
+    ignored("options", "an Ollama parameter, which Ollama also ignores outside its own API"),
+    ignored("provider route transforms usage", "for OpenRouter, which forwards requests to providers"),
     only(("",), "reasoning_budget_message", "reasoning ends without a message"),
     only((0,), "mirostat dynatemp_range", "this sampler is not implemented"),
     only((-1,), "adaptive_target", "this sampler is not implemented"),
     only((1,), "tfs_z", "this sampler is not implemented"),
-    only((0, 1), "min_keep", "truncation keeps one token or more, and no other number"),
+    only((0, 1), "min_keep", "truncation keeps at least one token, and no other minimum is supported"),
     only((True,), "penalize_nl", "penalties apply to all tokens"),
     only((False,), "use_beam_search early_stopping", "beam search is not implemented"),
     only((1,), "length_penalty", "beam search is not implemented"),
@@ -293,7 +296,7 @@ RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
     only((-1,), "truncate_prompt_tokens", "a prompt that is too long is refused"),
     only((True,), "skip_special_tokens spaces_between_special_tokens", "replies have no special tokens"),
     only((False,), "include_stop_str_in_output no_stop_trim", "replies end before a stop string"),
-    only((True,), "separate_reasoning", "`reasoning_format` says so"),
+    only((True,), "separate_reasoning", "`reasoning_format` controls this"),
     only(
         (False,),
         "return_token_ids return_tokens return_tokens_as_token_ids post_sampling_probs return_prompt_text "
@@ -302,20 +305,20 @@ RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
         _MORE,
     ),
     only((), "prompt_logprobs logprob_token_ids", _MORE),
-    only((False,), "grammar_lazy", "a grammar holds from the first token of the answer"),
-    only(([],), "grammar_triggers", "a grammar holds from the first token of the answer"),
+    only((False,), "grammar_lazy", "a grammar applies from the first token of the answer"),
+    only(([],), "grammar_triggers", "a grammar applies from the first token of the answer"),
     only((False,), "watermarking", "replies have no watermark"),
     only(([],), "allowed_token_ids bad_words", "`logit_bias` bans tokens"),
-    only(([],), "logits_processors", "requests bring no code"),
-    only((), "custom_logit_processor", "requests bring no code"),
-    only(([],), "lora", "an adapter is named as `model`"),
-    only((), "lora_path", "an adapter is named as `model`"),
-    only(([],), "plugins", "OpenRouter's, which would change the answer"),
+    only(([],), "logits_processors", "requests must not contain code"),
+    only((), "custom_logit_processor", "requests must not contain code"),
+    only(([],), "lora", "`model` selects an adapter"),
+    only((), "lora_path", "`model` selects an adapter"),
+    only(([],), "plugins", "for OpenRouter, and would change the answer"),
     only(({},), "mm_processor_kwargs images_config", "images are read with the model's own settings"),
     only((), "max_dynamic_patch min_dynamic_patch", "images are read with the model's own settings"),
-    only((), "stop_regex", "`stop` has texts"),
+    only((), "stop_regex", "`stop` takes texts"),
     only((), "repetition_detection", "`no_repeat_ngram_size` and penalties avoid repetition"),
-    only((), "structural_tag", "`tools` and `response_format` have the model's own form"),
+    only((), "structural_tag", "`tools` and `response_format` use the model's own format"),
 )
 class OtherServers(Strict):
     """Parameters of other servers that requests for text accept without effect."""

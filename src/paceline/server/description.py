@@ -169,7 +169,7 @@ class OllamaVersion(PlainAnswer):
 
 
 class OllamaDetails(PlainAnswer):
-    """About a model's files."""
+    """Facts about a model's files."""
 
     parent_model: str
     format: Literal["gguf", "safetensors"]

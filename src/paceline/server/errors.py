@@ -112,7 +112,7 @@ class WrongParameter(ValueError):
 
 
 class ContextExceeded(ApiError):
-    """The error response for a prompt that is too long. The clients of each API recognise its words.
+    """The error response for a prompt that is too long. The clients of each API recognise its wording.
 
     Some clients read the message and then shorten the conversation. litellm, Cline and others know OpenAI's message,
     Claude Code knows Anthropic's.

@@ -31,7 +31,7 @@ _MAX_RESULTS = 1024
 def of_schema(param: str, schema: Any) -> Constraint | None:
     """Return the constraint of a JSON schema, which may be JSON text. The schema is strict unless it says otherwise.
 
-    Raises `ApiError` 400 for text that is no schema.
+    Raises `ApiError` 400 for text that is not a schema.
     """
     if isinstance(schema, str):
         try:
@@ -49,7 +49,7 @@ def of_regex(_: str, expression: str | None) -> Constraint | None:
 
 
 def of_texts(_: str, texts: list[str] | None) -> Constraint | None:
-    """Return the constraint to one of several texts."""
+    """Return the constraint that a reply is one of several texts."""
     return None if texts is None else ("lark", f"start: {' | '.join(map(quoted, texts))}")
 
 
@@ -77,7 +77,7 @@ def content_schema(constraints: Mapping[str, Constraint]) -> Any:
     """
     for param, (kind, _) in constraints.items():
         if len(constraints) > 1 or kind != "json_schema":
-            raise bad_request(f"tools and {' and '.join(constraints)} exclude each other. Send one of them", param)
+            raise bad_request(f"tools and {' and '.join(constraints)} are mutually exclusive. Send one of them", param)
     return next((content for _, content in constraints.values()), None)
 
 
@@ -103,7 +103,9 @@ def grammar(
     if call_rules is not None:
         constraints = {"tools": ("lark", call_rules)}
     if len(constraints) > 1:
-        raise bad_request(f"{' and '.join(constraints)} exclude each other. Send one of them", next(iter(constraints)))
+        raise bad_request(
+            f"{' and '.join(constraints)} are mutually exclusive. Send one of them", next(iter(constraints))
+        )
     for param, (kind, content) in constraints.items():
         text = content if isinstance(content, str) else json.dumps(content)
         if thought_rules is not None:
@@ -143,7 +145,7 @@ class GrammarTrials:
     def size(self, kind: Kind, text: str) -> int:
         """Return the bytes that the compiled grammar takes.
 
-        Blocks for some seconds at most. Raises `InvalidOption` for a grammar that is malformed or exceeds the limits,
+        Blocks for a few seconds at most. Raises `InvalidOption` for a grammar that is malformed or exceeds the limits,
         and `Busy` if there is no time or memory for it now.
         """
         check_installed()

@@ -1,8 +1,8 @@
 """Fetching images from hosts that --allow-image-urls names.
 
-A URL is a request that a client makes in this server's name. So only named hosts are asked, also after a redirect, and
-no address of a private network unless a host is named literally. The address is looked up once, so that a name cannot
-change its address between the check and the connection.
+A URL lets a client make this server send a request. Therefore, only the named hosts are contacted, also after a
+redirect, and addresses in private networks only if their host is named without a pattern. The address is looked up
+once, so that it cannot change between the check and the connection.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 from paceline.errors import InvalidPrompt
 
 SECONDS = 10.0
-"""Time for all images of a request, with all redirects."""
+"""Seconds for all images of a request, including redirects."""
 _REDIRECTS = 3
 _CHUNK = 1 << 16
 _WILD = frozenset("*?[")
-"""Characters of patterns. The owner of a domain can have an address for the host "*" in it."""
+"""Characters of patterns. A pattern is never a literal name, although a domain may have a host called "*"."""
 
 
 def fetched(url: str, hosts: Sequence[str], limit: int, seconds: float = SECONDS) -> bytes:
@@ -34,9 +34,9 @@ def fetched(url: str, hosts: Sequence[str], limit: int, seconds: float = SECONDS
 
     Args:
         url: An http or https URL.
-        hosts: Patterns of the hosts that may be asked.
+        hosts: Patterns of the hosts that may be contacted.
         limit: Maximum number of bytes.
-        seconds: Time that is left for it.
+        seconds: Remaining time.
 
     Raises:
         InvalidPrompt: If the host is not allowed, does not answer in time, or sends no image of at most `limit` bytes.
@@ -100,15 +100,15 @@ def _connection(url: SplitResult, hosts: Sequence[str], deadline: float) -> _Pin
 
 
 def _address(host: str, port: int, private: bool) -> str:
-    """Return an address of a host. `private`: it may be one of a private network."""
+    """Return an address of a host. `private`: the address may be in a private network."""
     try:
         found = [info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    except (OSError, ValueError) as error:  # ValueError: characters that no host has
+    except (OSError, ValueError) as error:  # ValueError: characters that no host name contains
         raise InvalidPrompt(f"the host {host!r:.100} was not found", "Check the image's URL") from error
     public = [one for one in found if private or _is_public(str(one).partition("%")[0])]
     if not public:
         raise InvalidPrompt(
-            f"the host {host!r:.100} has only addresses of private networks",
+            f"the host {host!r:.100} has only addresses in private networks",
             "Name the host itself, without *, in --allow-image-urls",
         )
     return str(public[0])
@@ -129,7 +129,7 @@ def _asked(
     """Return the status of an answer, the address that it redirects to, and its body."""
     target = quote((url.path or "/") + (f"?{url.query}" if url.query else ""), safe=string.printable)
     connection.connect()
-    # A timeout of the socket begins again with every byte, also of the headers.
+    # A socket's timeout starts again with every byte, including the headers.
     timer = threading.Timer(_left(deadline), _shut, [connection.sock])
     timer.daemon = True
     timer.start()
@@ -143,14 +143,14 @@ def _asked(
             data += part
             if len(data) > limit:
                 raise InvalidPrompt(f"the image must not exceed {limit} bytes", "Scale it down")
-        _left(deadline)  # after it, the end of the data is not the end of the image
+        _left(deadline)  # raise if the timer ended the data early
         return answer.status, None, bytes(data)
     finally:
         timer.cancel()
 
 
 def _shut(opened: socket.socket) -> None:
-    """End all waiting for a socket."""
+    """Shut a socket down, so that no thread waits for it any longer."""
     with suppress(OSError):
         socket.socket.shutdown(opened, socket.SHUT_RDWR)  # TLS would wait for the other side
 

@@ -18,9 +18,9 @@ from paceline.vision.encoder import Vision
 from paceline.vision.picture import Picture, data_of_url, read_base64, read_picture
 
 _LOW = 512
-"""Longest side, in pixels, of an image that is sent with the detail "low". OpenAI's API documents the same."""
+"""Longest side, in pixels, of an image that is sent with the detail "low", as in OpenAI's API."""
 _MAX_PIXELS = 100_000_000
-"""Maximum pixels of all images in a request. They take three times as many bytes."""
+"""Maximum pixels of all images in a request. Each pixel takes three bytes."""
 _MAX_HELD = 1 << 30
 """Maximum bytes of encoded images that waiting and running requests hold when another request is prepared."""
 _DATA = re.compile(r"[A-Za-z0-9+/=_-]{1000,}")
@@ -120,7 +120,7 @@ class _ImageReader:
         self._pixels += found.pixels.size // 3
         if self._pixels > _MAX_PIXELS:
             raise InvalidPrompt(
-                f"the images of a request must not have more than {_MAX_PIXELS // 1_000_000} million pixels together",
+                f"the images of a request must not have more than {_MAX_PIXELS // 1_000_000} million pixels in total",
                 "Scale them down, or send fewer",
             )
         return found
@@ -137,6 +137,6 @@ class _ImageReader:
         self._bytes += size
         if self._bytes > self._settings.max_image_bytes:
             raise InvalidPrompt(
-                f"the images of a request must not exceed {self._settings.max_image_bytes} bytes together",
+                f"the images of a request must not exceed {self._settings.max_image_bytes} bytes in total",
                 "Scale them down, or send fewer",
             )

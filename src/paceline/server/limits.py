@@ -28,12 +28,12 @@ class Settings:
 
     Attributes:
         api_keys: Accepted keys. A request must send one as `Authorization: Bearer KEY`. Empty for no authentication.
-        hosts: Accepted values of the Host header. Empty for any. They block DNS rebinding, with which a web page
-            reaches a server without API keys under the page's own name.
+        hosts: Accepted values of the Host header. Empty for any. They block DNS rebinding, by which a web page would
+            reach a server without API keys under the page's own host name.
         cors_origins: Origins of web pages that may send requests, "*" for all. Empty to turn CORS off.
         max_body: Maximum bytes of a body without its images.
         max_bodies: Maximum bytes of all large bodies together, from their arrival until their requests are prepared.
-        max_images: Maximum images in a request.
+        max_images: Maximum number of images in a request.
         max_image_bytes: Maximum bytes of all images in a request.
         image_hosts: Hosts from which images are fetched. "*" matches any part of a name. Empty to fetch none.
         max_prompt: Maximum tokens of a prompt. None for the model's context length.
@@ -67,7 +67,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not all(key.strip() for key in self.api_keys):
-            raise InvalidOption("an API key must not be empty", "Give a key, or no --api-key at all")
+            raise InvalidOption("an API key must not be empty", "Give a key, or leave out --api-key")
 
     @property
     def max_image_chars(self) -> int:
@@ -100,7 +100,7 @@ def key_of(keys: Sequence[str], authorization: str) -> int:
 
 
 def _matches(keys: Sequence[str], authorization: str) -> list[bool]:
-    """Return for each key whether the header holds it. The time does not depend on where they differ."""
+    """Compare the header with each key. The time does not depend on where they differ."""
     given = authorization.partition(" ")[2].strip().encode(errors="replace")
     return [hmac.compare_digest(key.encode(), given) for key in keys]
 
@@ -120,7 +120,7 @@ def check_host(hosts: Sequence[str], header: str) -> None:
 
 
 class RequestLimit:
-    """Limit on concurrent requests. `what` they do, for the error message."""
+    """Limit on concurrent requests. `what` says in the error message what they do."""
 
     def __init__(self, limit: int, what: str = "are already in progress") -> None:
         self._limit, self._what, self._active = limit, what, 0

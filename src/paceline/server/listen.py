@@ -29,7 +29,7 @@ _MAX_CONNECTIONS, _FILES = 1024, 4096
 _HEADER_TIMEOUT = 10.0
 """Seconds within which the head of a request must arrive."""
 _STALL, _RATE = STALL, 100_000
-"""Seconds within which a client must read what was written for it, or at least `_RATE` bytes per second of it."""
+"""Seconds within which a client must read all data sent to it, or at least `_RATE` bytes per second."""
 
 
 def check_address(host: str, port: int) -> list[str]:
@@ -70,7 +70,7 @@ def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready:
 
     async def serve() -> None:
         server = _ListeningServer(config, models, grace, ready)
-        # uvicorn raises the signal that stopped it again at the end, which by default would kill the process.
+        # When uvicorn ends, it raises the signal that stopped it again. By default, this would kill the process.
         signal.signal(signal.SIGTERM, lambda *_: None)
         await server.serve()
 
@@ -94,7 +94,7 @@ class _ListeningServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop. The event loop stops the workers, because the signal may have interrupted any code."""
         super().handle_exit(sig, frame)
-        # If anything hangs, even in native code: write its traceback to the log and exit.
+        # If anything hangs, even in native code, write the traceback to the log and exit.
         faulthandler.dump_traceback_later(self._grace + _MARGIN + _KILL, exit=True)
         self._loop.call_soon_threadsafe(self._models.drain, self._grace)
 
@@ -119,12 +119,12 @@ def max_connections() -> int:
 class Connection(H11Protocol):
     """uvicorn's connection. It is closed if the head of a request takes too long, or if the client does not read.
 
-    At `limit_concurrency` connections a new one replaces the one that has been waiting longest for its request. If none
-    is waiting, uvicorn answers the new one with 503.
+    Once there are `limit_concurrency` connections, a new one replaces the connection that has been waiting longest for
+    its request. If none is waiting, uvicorn answers the new one with 503.
     """
 
     _unread: asyncio.TimerHandle | None = None
-    """Set where bytes wait to be read."""
+    """Timer that runs while the client has unread bytes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -147,7 +147,7 @@ class Connection(H11Protocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        self._watch_reader(self.transport.is_closing())  # which waits for the rest
+        self._watch_reader(self.transport.is_closing())  # a closing connection waits until the rest is read
         super().resume_writing()
 
     def _watch_reader(self, watch: bool = True) -> None:

@@ -29,7 +29,7 @@ _PATIENCE = 60.0
 _FIRST = 1.0
 """Minimum seconds that a model stays loaded before its first use."""
 _LISTED = 20
-"""Names in an error message."""
+"""Maximum number of names in an error message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +144,7 @@ class Models:
         self._loading: dict[ModelSource, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._timers: dict[ModelSource, asyncio.TimerHandle] = {}
-        self._turn = asyncio.Lock()  # what fits is known only while no other model comes or goes
+        self._turn = asyncio.Lock()  # models come and go one at a time, so that the free memory is known
         self._freed = asyncio.Event()
         self._stopping = False
         for source in sources:
@@ -154,7 +154,7 @@ class Models:
                 self._sizes[source] = model.size
 
     def add(self, source: ModelSource) -> None:
-        """Serve another model. If its file is served already, that model gets the new names. Taken names stay."""
+        """Serve another model. If its file is already served, that model gets the new names. Names in use stay."""
         served = next((one for one in self.sources if one.path is not None and one.path == source.path), source)
         if served is source:
             if source.names[0] in self._named:
@@ -184,7 +184,7 @@ class Models:
             model.worker.drain(grace)
 
     async def stop(self, grace: float) -> None:
-        """`drain`, and wait until the workers have ended. A model that is being loaded is not waited for."""
+        """`drain`, and wait until the workers have ended. Do not wait for a model that is being loaded."""
         self.drain(grace)
         for task in (*self._loading.values(), *self._unloading):
             task.cancel()
@@ -260,7 +260,7 @@ class Models:
     async def ready(self, name: str | None) -> None:
         """Load a model unless it is loaded. A caller that stops waiting does not stop the others.
 
-        Raises `ApiError` 404, `Busy` where others use the memory, `OutOfMemory`, and what loading raises.
+        Raises `ApiError` 404, `Busy` if other models use the memory, `OutOfMemory`, and the errors of loading.
         """
         source = self.source(name)
         if source in self._loaded:
@@ -298,7 +298,7 @@ class Models:
     def _open(self, source: ModelSource) -> LoadedModel:
         try:
             return LoadedModel(source.names[0], source.load(), self.metrics, source.size)
-        except InvalidOption as error:  # of the server, not of the request
+        except InvalidOption as error:  # about the server's options, not the request
             if source.stays:
                 raise
             raise UnsupportedModel(f"{source.names[0]} cannot be loaded: {error.cause}", error.fix) from error
@@ -322,7 +322,7 @@ class Models:
         for one in idle:
             if self._fits(source):
                 break
-            if not self._loaded[one].users:  # it may have been taken while another was unloaded
+            if not self._loaded[one].users:  # a request may have taken it while another model was unloaded
                 await self._unload(one)
         # The free memory is an estimate. If no other model can be unloaded, try to load it anyway.
         return self._fits(source) or not any(model.users for one, model in self._loaded.items() if not one.stays)
@@ -330,7 +330,7 @@ class Models:
     async def _keep_within(self, source: ModelSource) -> bool:
         """Unload idle models until all loaded models fit into `max_memory`. Return False if models in use prevent it.
 
-        A model that has just been loaded may need more than was expected, because of its drafters.
+        A model that has just been loaded may need more than expected, because of its drafters.
         """
         for one in self._unloadable():
             if self._excess(source) > 0 and not self._loaded[one].users:
@@ -342,7 +342,7 @@ class Models:
         return sorted((one for one in self._loaded if not one.stays), key=lambda one: self._loaded[one].used)
 
     def _excess(self, source: ModelSource, gone: Sequence[ModelSource] = ()) -> int:
-        """Return how many bytes all models exceed `max_memory` by, with `source` and without the models in `gone`."""
+        """Return the bytes by which all models, with `source` and without `gone`, exceed `max_memory`."""
         needed = self._sizes[source] + sum(self._sizes[one] for one in self._loaded if one not in gone)
         return 0 if self._max_memory is None else needed - self._max_memory
 
@@ -370,7 +370,7 @@ class Models:
     def _idle(self, source: ModelSource, least: float = 0.0) -> None:
         """Check again after `keep_alive` seconds, and at least `least` seconds.
 
-        Neither this method nor the timer refers to the model, because a reference would keep its memory.
+        Neither this method nor the timer refers to the model, because a reference would keep it in memory.
         """
         self._freed.set()
         seconds = self._loaded[source].keep_alive

@@ -50,7 +50,7 @@ class Prepared:
         id: The id of the answer.
         model: The model.
         jobs: The jobs of the replies.
-        replies: The reply of each job as far as it has come.
+        replies: The reply of each job so far.
     """
 
     id: str
@@ -108,14 +108,14 @@ def _chat(
     thought_rules = thought_format.rules(inside, markers) if thought_format else None
     grammar = grammars.grammar(model.grammar_trials, request.constraints, call_rules, thought_rules)
     if grammar and thought_format is None:
-        budget = None  # the grammar has no reasoning
+        budget = None  # the grammar leaves no room for reasoning
     tokens = chat_ids(llm, text, pictures, prompt_limit(llm, settings))
     check_length(llm, settings, tokens, "messages")
     sampling = replace(_sampling(llm, request, grammar), thinking_budget=budget)
     if thought_format:
         sampling = replace(sampling, reasoning=thought_format.reasoning(inside))
     if request.prediction:
-        # Here, because doing it where the reply begins would hold up all other replies.
+        # Do this here. When the reply begins, it would hold up all other replies.
         most, size = sampling.max_new_tokens, llm.model.target.vocab_size
         sampling = replace(sampling, prediction=predicted_ids(request.prediction, llm.tokenizer.encode, most, size))
     jobs = _jobs(llm, settings, request, [tokens], sampling)
@@ -159,7 +159,7 @@ def _new_reply(
 
 
 def _text_jobs(model: LoadedModel, settings: Settings, request: GenerateRequest, prompt: TextPrompt) -> list[ReplyJob]:
-    """Return the jobs of prompts that are text or token ids as they are."""
+    """Return the jobs of prompts that are text or token ids and need no chat template."""
     llm, texts = model.llm, prompt.texts
     params = [f"{prompt.param}.{i}" if len(texts) > 1 else prompt.param for i in range(len(texts))]
     others = "".join((prompt.after or "", *(part for file in prompt.files for part in file)))
@@ -214,7 +214,7 @@ def _jobs(
     how = _speculation(llm, request.speculation)
     made = []
     for tokens in prompts:
-        # Fails before anything is queued if it must, and keeps compiled grammars alive until the reply begins.
+        # Raise errors before anything is queued, and keep compiled grammars alive until the reply begins.
         sampler = sampling.sampler(vocabulary=llm.vocabulary)
         group = object()
         made += [ReplyJob(tokens, sampling, i, how, group=group, keep_alive=sampler) for i in range(n)]
@@ -269,7 +269,7 @@ def chat_ids(llm: LLM, text: str, pictures: Sequence[Picture], limit: int) -> li
 
 
 def prompt_limit(llm: LLM, settings: Settings) -> int:
-    """Return the most tokens of a prompt, which leaves room for one of the reply."""
+    """Return the maximum number of tokens of a prompt, which leaves room for one token of the reply."""
     context = llm.model.target.context_length
     return min(context - 1, settings.max_prompt or context)
 
@@ -377,7 +377,7 @@ def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> 
 def truncated(prompt: ChatPrompt, size: Callable[[ChatPrompt], int], limit: int, wanted: int) -> ChatPrompt:
     """Return a chat without its oldest messages. It drops as few as possible so that prompt and reply fit.
 
-    Instructions and the last message stay, and the first message that stays is no tool result.
+    Instructions and the last message stay, and the first message that stays is not the result of a tool.
 
     Args:
         prompt: A chat that is too long.

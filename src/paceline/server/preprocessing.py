@@ -27,7 +27,7 @@ PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents", "
 generating; prepare or tokenise a request with images; write documents about the server, such as its list of models."""
 
 LONG = 1 << 16
-"""Bytes of the shortest long body. It takes milliseconds to parse, and longer to tokenise."""
+"""Minimum bytes of a long body. Such a body takes milliseconds to parse, and longer to tokenise."""
 
 _THREADS: dict[PoolName, int] = {
     "parse": 1,
@@ -52,7 +52,7 @@ class Preprocessor:
         self._pools = {name: _Pool(name, count) for name, count in _THREADS.items()}
 
     async def run(self, pool: PoolName, client: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns. Cancelling drops work that has not begun and ends its jobs in the sandbox."""
+        """Return the result of `work`. Cancelling drops work that has not begun and ends its jobs in the sandbox."""
         threads = self._pools[pool]
         async with threads.turns.setdefault(client, asyncio.Lock()):
             await threads.free.acquire()
@@ -107,7 +107,7 @@ def seconds_left(deadline: float) -> float | None:
 
 
 async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Return what `work` returns. If the client leaves before, cancel it and raise `ClientDisconnect`."""
+    """Return the result of `work`. If the client leaves first, cancel it and raise `ClientDisconnect`."""
 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

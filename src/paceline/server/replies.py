@@ -27,7 +27,7 @@ class ReplyBlock:
     Attributes:
         kind: The kind of the part.
         index: The position among the reply's blocks.
-        text: The text so far. Of a call, the arguments as JSON, which is incomplete if a forced call is cut off.
+        text: The text so far. In a call, the arguments as JSON, which is incomplete if a forced call is cut off.
         name: The function of a call.
         id: The id of a call.
     """
@@ -72,7 +72,7 @@ BlockEvent = BlockBegun | BlockGrown | BlockEnded
 
 @dataclass(slots=True, kw_only=True)
 class ChatReply:
-    """One reply as far as its rounds have been added.
+    """One reply, as far as its rounds have been added.
 
     Attributes:
         call_parser: The parser of calls. None if no tool may be called.
@@ -236,7 +236,7 @@ class TokenTexts:
         }
 
     def _top(self, chunk: Chunk) -> dict[str, float] | None:
-        """The likeliest tokens and the chosen one."""
+        """The most likely tokens and the chosen token."""
         if not chunk.logprobs or not chunk.logprobs.top:
             return None
         found: dict[str, float] = {}

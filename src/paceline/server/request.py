@@ -70,7 +70,7 @@ class ChatMessage:
 
     @property
     def parts(self) -> Sequence[Part]:
-        """The parts of a content that is no text."""
+        """The parts of the content. Empty if the content is text."""
         return () if isinstance(self.content, str) else self.content
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class OfferedFunction:
 
     Attributes:
         name: The name.
-        description: What the function does, for the model.
+        description: Description of the function, for the model.
         parameters: The JSON schema of the arguments.
         strict: True if a forced call must follow the schema. Otherwise the schema is a guide.
         custom: True if the function stands for a tool that takes plain text.
@@ -142,7 +142,7 @@ class OfferedFunction:
 
     @property
     def schema(self) -> Schema | None:
-        """The schema of the arguments. If the function is strict, the schema says that it is no guide."""
+        """The schema of the arguments. If the function is strict, the schema says that it must be followed."""
         return guide(self.parameters, lenient=False) if self.parameters and self.strict else self.parameters
 
 
@@ -178,7 +178,7 @@ class ToolOffer:
             offered: All functions.
             mode: "none", "auto" or "required".
             names: The functions that may be called; None for all.
-            single: The reply has one call at most.
+            single: True if the reply has at most one call.
             where: The parameter with the functions.
             param: The parameter with the choice.
         """
@@ -249,7 +249,7 @@ class TextPrompt:
         texts: Each prompt, as text or token ids.
         after: The text after the gap that the reply fills. None if there is no gap.
         files: Names and contents of other files, which the model sees before the gap.
-        ends: True if the reply ends at the tokens that models write at the end of a gap's text.
+        ends: True if the reply ends at the tokens with which models end the text of a gap.
         param: The parameter of the API that holds the prompts.
     """
 
@@ -274,7 +274,7 @@ class GenerateRequest:
         samples: Number of replies to each prompt.
         logprobs: See `Sampling`.
         thinking_budget: Maximum tokens of reasoning. None for no limit.
-        prediction: A text that most of the reply is expected to be.
+        prediction: A text that most of the reply is expected to repeat.
         speculation: The drafter. None for the server's default.
     """
 
@@ -295,7 +295,7 @@ class GenerateRequest:
             last = chat.messages[-1]
             if last.role != "assistant" or last.calls:
                 raise bad_request(
-                    "continue_final_message requires the last message to be the assistant's, without calls",
+                    "continue_final_message requires that the last message is the assistant's and has no calls",
                     "continue_final_message",
                 )
 

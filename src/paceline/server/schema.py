@@ -46,7 +46,7 @@ def at_most(limit: int, name: str) -> BeforeValidator:
 
 
 def _without_empty(stop: Any) -> Any:
-    """Return stop strings without empty ones, which clients send for none."""
+    """Remove empty stop strings, which clients send if they want none."""
     if isinstance(stop, list) and len(stop) <= MAX_STOPS:
         return [text for text in stop if text != ""]
     return None if stop == "" else stop
@@ -143,9 +143,9 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
 @accepts(
     ignored(
         "disable_fallback disable_any_whitespace disable_additional_properties whitespace_pattern backend",
-        "grammars are compiled in one way, JSON on one line",
+        "there is only one grammar compiler, and JSON is written on one line",
     ),
-    only((), "structural_tag", "`tools` and `response_format` have the model's own form"),
+    only((), "structural_tag", "`tools` and `response_format` use the model's own format"),
 )
 class StructuredOutputs(Strict):
     """vLLM's constraints. A request has one of them."""
@@ -168,7 +168,7 @@ def _alias_value(body: Any, *names: str) -> Any:
     """Return the value of a parameter that has several names. Raises `WrongParameter` if they differ."""
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if len(set(given.values())) > 1:
-        raise WrongParameter(f"{' and '.join(given)} must not differ. Send one of them", next(iter(given)))
+        raise WrongParameter(f"{' and '.join(given)} have different values. Send one of them", next(iter(given)))
     return next(iter(given.values()), None)
 
 
@@ -206,7 +206,7 @@ class ThinkingOptions(Lenient):
 
 @accepts(
     ignored("include_obfuscation", "streams are not padded"),
-    only((False,), "continuous_usage_stats", "usage follows at the end"),
+    only((False,), "continuous_usage_stats", "the usage is sent at the end"),
 )
 class StreamOptions(Strict):
     include_usage: bool | None = None
@@ -284,7 +284,7 @@ class ThinkingBudgets(Strict):
     """Names of the maximum tokens of reasoning."""
 
     thinking_budget: Annotated[
-        Budget | None, Field(description="Maximum tokens of reasoning, whose end is then forced.")
+        Budget | None, Field(description="Maximum tokens of reasoning. Then the end of the reasoning is forced.")
     ] = None
     thinking_budget_tokens: Annotated[Budget | None, Field(description="llama.cpp's `thinking_budget`.")] = None
     thinking_token_budget: Annotated[Budget | None, Field(description="vLLM's `thinking_budget`.")] = None
@@ -301,7 +301,7 @@ class ThinkingBudgets(Strict):
         found = {limit: name for name, limit in limits.items() if limit is not None}
         if len(found) > 1:
             raise WrongParameter(
-                "reasoning must not have several budgets that differ. Send one of them", next(iter(found.values()))
+                "the budgets of reasoning have different values. Send one of them", next(iter(found.values()))
             )
         return next((limit for limit in found if limit >= 0), None)
 
@@ -345,7 +345,7 @@ class RequestBody(Samplers, OtherServers):
     n_predict: Length | None = None
     repeat_penalty: Penalty | None = None
     return_progress: Annotated[
-        bool | None, Field(description="Streams tell how much of a long prompt has been read.")
+        bool | None, Field(description="Streams report how much of a long prompt has been read.")
     ] = None
     repeat_last_n: (
         Annotated[int, Field(ge=-1, description="-1: the whole text, the only value allowed with a penalty.")] | None

@@ -66,7 +66,7 @@ class Service:
         self.tracer: Tracer = tracer(settings.trace_endpoint)
         self.limit = RequestLimit(settings.max_requests)
         # At most half of all requests may wait, so that loaded models can still answer.
-        self.waiting = RequestLimit(max(1, settings.max_requests // 2), "already wait for a model to be loaded")
+        self.waiting = RequestLimit(max(1, settings.max_requests // 2), "are already waiting for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
         self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies, settings.max_image_chars)
@@ -108,7 +108,7 @@ class Service:
     async def read_prompts(
         self, request: Request, kind: type[Named], prepare: Callable[[LoadedModel, Settings, Named], PromptJobs]
     ) -> Response:
-        """Answer a request whose prompts are read, without a reply. `prepare` returns its jobs and its answer."""
+        """Answer a request whose prompts are only read. `prepare` returns its jobs and its answer."""
         arrived = time.monotonic()
         deadline = arrived + (self.settings.timeout or inf)
         async with self.bodies.read(request, kind) as (body, pool):

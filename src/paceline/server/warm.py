@@ -62,7 +62,7 @@ def read_prompt(worker: Worker, settings: Settings, warm: WarmPrompt) -> tuple[i
     """Read a prompt into the prefix cache of a worker that has not started.
 
     Returns:
-        The number of its tokens, and the number of them that were known.
+        The number of tokens, and the number of tokens that were already cached.
 
     Raises:
         InvalidOption: If the model's template refuses it, or it is too long.

@@ -88,7 +88,7 @@ class ReplyJob:
         deadline: The time at which the reply ends, as `time.monotonic` counts.
         group: A key that is equal for jobs with the same prompt.
         client: The client. Waiting clients get slots in turn.
-        key: Number of the client's API key. Only clients of one key share what the server learns.
+        key: Number of the client's API key. What the server learns is shared only by clients with the same key.
         scores: Collects log-probabilities or hidden states of the prompt.
         prompt_only: True if the generated tokens are not returned.
         adapter: The name of a LoRA adapter.
@@ -165,7 +165,7 @@ class ReplyRound:
 
 
 class ReplyHandle:
-    """A submitted job, and its reply as far as its rounds have been read. For the event loop that submitted it.
+    """A submitted job, and its reply as far as its rounds have been read. For the event loop that submitted it only.
 
     first: Seconds from submission to the first token that was read.
     tokens: Tokens that were read.
@@ -310,7 +310,7 @@ class Worker:
         if self._stopping:
             raise ServerStopping
         if len(self._replies) >= self.limits.slots + self.limits.queue:
-            raise Busy(f"the server is full, {len(self._replies)} replies are running or waiting")
+            raise Busy(f"the server is full: {len(self._replies)} replies are running or waiting")
         learner = self.learner
         if learner:
             learner.wake()
@@ -320,7 +320,7 @@ class Worker:
         def begin(like: Request | None) -> Request:
             how = (job.sample, like, speculation, job.scores, job.adapter)
             request = self.llm.start(job.tokens, job.sampling, *how)
-            # A recording has no images, so a drafter would be trained on other states than it will see.
+            # A recording has no images, so a drafter would be trained on states that differ from the states in use.
             if learner and job.sampling.max_new_tokens and not (job.prompt_only or isinstance(job.tokens, ImagePrompt)):
                 learner.watch(job.key, request, job.sampling, job.sample)
             return request
@@ -395,7 +395,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._deliver, rounds)
 
     def _count(self, task: Task) -> None:
-        """Count replies that failed because of the engine: not a request's own errors, nor cancelled replies."""
+        """Count replies that failed because of the engine, but not errors of requests or cancelled replies."""
         if task.error is None and not task.cancelled:
             self._failures = 0
         elif task.error and not isinstance(task.error, PacelineError):
@@ -442,6 +442,6 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
 
 
 def trim_memory() -> None:
-    """Return the C library's free memory to the system, if the library supports this (glibc). Takes milliseconds."""
+    """Return the C library's free memory to the system, if the library supports this (glibc). It takes milliseconds."""
     if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # not in musl
         trim(0)

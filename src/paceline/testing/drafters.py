@@ -74,11 +74,11 @@ def check_drafter(make: Callable[[], Drafter], target: Target | None = None) -> 
     """
     target = target or tiny_target()
     prompt = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
+    samplings = [Sampling(max_new_tokens=32, temperature=temperature, seed=7) for temperature in (0.0, 0.9)]
+    texts = [run(target, prompt, sampling)[0] for sampling in samplings]
     for shape in (DraftBudget.chain(1), DraftBudget.chain(6), DraftBudget(10, 4, 3)):
-        for temperature in (0.0, 0.9):
-            sampling = Sampling(max_new_tokens=32, temperature=temperature, seed=7)
+        for sampling, plain in zip(samplings, texts, strict=True):
             watched = _Checked(make())
-            plain = run(target, prompt, sampling)[0]
             engine = Engine(target, watched, shape)
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "the text depends on the drafter"
             assert run(target, prompt, sampling, engine=engine)[0] == plain, "a slot keeps state after release"
@@ -114,7 +114,7 @@ def _check_forks(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
     request = _begin(engine, sampling, prompt)
     requests = [request, _begin(engine, sampling, prompt, source=request)]
     first, second = drafter.propose([_ask(engine, r) for r in requests])
-    assert first == second, "a fork gets another draft than its source"
+    assert first == second, "a fork and its source get different drafts"
     for request in requests:
         engine.finish(request)
 
@@ -136,7 +136,7 @@ def _check_saved(drafter: Drafter, target: Target, prompt: Sequence[int]) -> Non
                 continue
             request = _begin(engine, sampling, prompt, saved=(text, saved, length))
             assert drafter.propose([_ask(engine, request)]) == expected, (
-                f"a prompt with {length} loaded tokens gets another draft than a fully fed prompt"
+                f"a prompt with {length} loaded tokens and a fully fed prompt get different drafts"
             )
             engine.finish(request)
         engine.finish(other)

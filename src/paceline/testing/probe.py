@@ -59,10 +59,10 @@ class Probe:
     def compare(self, said: str, tokens: Sequence[int], out: Forward, line: int, row: int) -> None:
         """Compare one row of a pass with plain feeding of these tokens."""
         plain = self.plain(tokens)
-        self.close(f"{said}: not the logits of plain feeding", out.logits[line, row], plain.logits[0, 0])
+        self.close(f"{said}: the logits differ from plain feeding", out.logits[line, row], plain.logits[0, 0])
         for tap in self.taps:
             ours, theirs = out.taps[tap][line, row], plain.taps[tap][0, 0]
-            self.close(f"{said}: not the tap {tap!r} of plain feeding", ours, theirs)
+            self.close(f"{said}: tap {tap!r} differs from plain feeding", ours, theirs)
 
     def close(self, said: str, ours: Tensor, theirs: Tensor) -> None:
         off = float((ours.double() - theirs.double()).abs().max()) if theirs.numel() else 0.0

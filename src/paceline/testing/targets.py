@@ -65,11 +65,11 @@ def _wanted(probe: Probe) -> None:
         out = text.verify(draft, Want(want, probe.taps))  # type: ignore[arg-type]
         shape = (1, count, probe.target.vocab_size)
         assert tuple(out.logits.shape) == shape, f"Want({want!r}): logits {tuple(out.logits.shape)}, not {shape}"
-        probe.close(f"Want({want!r}) gives other logits", out.logits, full.logits[:, rows - count :])
+        probe.close(f"Want({want!r}) changes the logits", out.logits, full.logits[:, rows - count :])
         for tap in probe.taps:
             assert tap in out.taps, f"Want({want!r}): no tap {tap!r}"
             assert out.taps[tap].shape[:2] == (1, rows), f"tap {tap!r} has shape {tuple(out.taps[tap].shape)}"
-            probe.close(f"Want({want!r}) gives another tap {tap!r}", out.taps[tap], full.taps[tap])
+            probe.close(f"Want({want!r}) changes tap {tap!r}", out.taps[tap], full.taps[tap])
 
 
 def _chunks(probe: Probe) -> None:
@@ -321,7 +321,7 @@ def _texts(probe: Probe) -> None:
                 oracle = Oracle([*prompt, *plain], accuracy, target.vocab_size)
                 text, _, stats = run(target, prompt, sampling, oracle, shape)
                 assert text == plain, f"the text depends on the draft ({shape}, accuracy {accuracy:g})"
-                assert accuracy < 1 or stats.accepted or not stats.drafted, "right drafts are never accepted"
+                assert accuracy < 1 or stats.accepted or not stats.drafted, "correct drafts are never accepted"
 
 
 CLAUSES: tuple[Callable[[Probe], None], ...] = (

@@ -113,7 +113,7 @@ class BlockRecipe(Recipe):
         self.start_at_unit_logits(self.module.norm)
 
     def places(self, batch: DocumentBatch) -> DraftPlaces:
-        """Return where drafts begin. Training skips most places, since overlapping blocks teach almost the same."""
+        """Return the places where drafts begin. Most are skipped, since overlapping blocks teach almost the same."""
         places, size = super().places(batch), self.config.size
         if not self.module.training:
             return places

@@ -67,8 +67,8 @@ class Documents(Dataset[Document]):
             llm: The target.
             prompts: The prompts that the answers belong to.
             answers: JSONL file of answers.
-            answer_tokens: Length limit of the answers when they were generated. It tells if an answer without the
-                field "ended" ended.
+            answer_tokens: Length limit of the answers when they were generated. It decides whether an answer without
+                the field "ended" has ended.
             max_length: Maximum length of a document in tokens (see `cut`).
             seed: Seed of the order.
             limit: Maximum number of documents to train on.

@@ -92,14 +92,14 @@ class Optimizer:
     """Muon for matrices and AdamW for everything else, under one learning rate.
 
     After 600 answers, heads gained 0.47 tokens per round with Muon, and 0.37 with only AdamW
-    (docs/notes/training.md#optimisers). Muon does not suit vectors, nor embeddings and output heads, where every row
-    learns independently.
+    (docs/notes/training.md#optimisers). Muon does not suit vectors, embeddings and output heads: in embeddings and
+    output heads, every row learns independently.
     """
 
     def __init__(self, module: nn.Module, rate: float) -> None:
         """Group the parameters of `module`.
 
-        Matrices learn at `rate`, embedding and output head at half of it, vectors at one and a half times.
+        Matrices learn at `rate`, the embedding and the output head at half this rate, vectors at 1.5 times this rate.
         """
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         ends = [p for name, p in trained.items() if name.endswith(_ENDS)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 BLOCK = 256
 """Rows that are orthogonalised together. For a matrix of 1536 rows, one block of all rows costs six times as much. On a
-CPU that is more than the gradients of a small batch."""
+CPU, that is more than the gradients of a small batch cost."""
 
 _STEP = (3.4445, -4.775, 2.0315)
 """Coefficients of a Newton-Schulz step (Jordan et al. 2024). Five steps raise singular values of 0.01 to about 1."""

@@ -183,8 +183,8 @@ class Columns:
 def draft_loss(wanted: Tensor, logits: Tensor, shift: Tensor | None = None) -> Tensor:
     """Compute the loss of guesses (LK losses, arXiv 2602.23881).
 
-    It is -log of the probability that a sampled guess is accepted, plus half the cross-entropy, which still teaches
-    where that probability is small.
+    It is -log of the probability that a sampled guess is accepted, plus half the cross-entropy, which still has a
+    gradient where that probability is small.
 
     Args:
         wanted: The target's logits of the columns, including `shift`, [N, C].
@@ -295,7 +295,7 @@ class Recipe(ABC):
         return tally.guesses()
 
     def places(self, batch: DocumentBatch) -> DraftPlaces:
-        """Return where drafts begin."""
+        """Return the places where drafts begin."""
         return DraftPlaces.of(batch, self.steps)
 
     @abstractmethod

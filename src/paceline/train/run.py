@@ -201,7 +201,7 @@ def _vocabulary(
 
 
 def _source(job: TrainJob) -> str:
-    """Return what the answers in a model card belong to."""
+    """Return the source of the prompts, for the model card."""
     if job.recording is not None:
         return "recorded prompts"
     return job.prompts.name if job.prompts else "prompts that it wrote itself"

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` without a GPU: every step of it over toys, and that the others do the same work. No timings."""
+"""`benchmarks/gpu.py` without a GPU: every step with toys, and the equality of the peers' work. No timings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_is_named_and_stops_nothing(tmp_path: Path) -> None:
+def test_a_failing_part_is_named_and_the_others_continue(tmp_path: Path) -> None:
     part = gpu.Run(gpu.options(["--tiny", "--out", str(tmp_path)]), CPU, torch.float32)
     part.part("a", "wrong", lambda: 1 / 0)
     part.part("a", "right", lambda: 7)
@@ -50,7 +50,7 @@ def test_a_part_that_fails_is_named_and_stops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tau", [1.0, 2.0, 3.5])
-def test_a_drafter_keeps_as_much_as_it_was_asked_to(tau: float) -> None:
+def test_a_drafter_has_the_requested_acceptance(tau: float) -> None:
     weights = models.RandomWeights(models.tiny(models.LLAMA_8B), torch.float32, CPU)
     target = Decoder(weights.config, weights, torch.float32, CPU)
     text = torch.randint(97, (400,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -63,7 +63,7 @@ def test_a_drafter_keeps_as_much_as_it_was_asked_to(tau: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llama-8b", "qwen2.5-7b"])
-def test_the_others_decode_the_same_model(shape: str) -> None:
+def test_peers_decode_the_same_model(shape: str) -> None:
     pytest.importorskip("transformers")
     peers = import_module("gpu_peers")
     raw = models.tiny(models.SHAPES[shape])

@@ -1,4 +1,4 @@
-"""The device cache against the slab cache, whose own witness is tests/support/cache_witness.py."""
+"""The device cache compared with the slab cache, which tests/support/cache_witness.py checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.cache_witness import CPU, HEADS, KV, LAYERS, D, random_tree, 
 
 
 class Pair:
-    """A slab cache and a device cache that are fed the same."""
+    """A slab cache and a device cache with the same input."""
 
     def __init__(self) -> None:
         self.caches = [kind(LAYERS, KV, D, 4096, torch.float64, CPU) for kind in (SlabCache, DeviceCache)]
@@ -24,7 +24,7 @@ class Pair:
         self.random = torch.Generator().manual_seed(0)
 
     def acquire(self, length: int) -> int:
-        """The number of a new text of `length` tokens."""
+        """Add a text of `length` tokens. Return its number."""
         self.slots.append([cache.acquire() for cache in self.caches])
         for done in range(0, length, 200):
             chunk = [0] * min(200, length - done)
@@ -54,7 +54,7 @@ class Pair:
 
     @torch.inference_mode()
     def load(self, text: int, length: int) -> int:
-        """The number of a new text that begins like another one."""
+        """Add a text that begins like another text. Return its number."""
         self.slots.append([cache.acquire() for cache in self.caches])
         for cache, source, slot in zip(self.caches, self.slots[text], self.slots[-1], strict=True):
             assert cache.load(slot, cache.save(source), length) == length
@@ -70,8 +70,8 @@ class Pair:
     [((0, 250, 1020, 1530), 2048), pytest.param((0, 250, 1020, 1530, 2045), 4096, marks=pytest.mark.slow)],
     ids=["both rings", "twice"],
 )
-def test_rows_see_what_they_should_however_far_the_text_has_come(lengths: tuple[int, ...], capacity: int) -> None:
-    """Trees and commits around blocks, windows and the wrap of rings (1024 and 1536)."""
+def test_rows_see_the_right_rows_at_any_text_length(lengths: tuple[int, ...], capacity: int) -> None:
+    """Run trees and commits around blocks, windows and the ring buffer sizes (1024 and 1536)."""
     rng, pair = random.Random(0), Pair()
     for length in lengths:
         text = pair.acquire(length)
@@ -110,7 +110,7 @@ def test_texts_of_any_length_share_a_pass_and_leave_in_any_order() -> None:
 
 
 def test_a_tree_may_grow_over_passes() -> None:
-    """A level per pass: rows of earlier passes are seen, and what is laid over them is not."""
+    """Each pass adds a level. It sees the rows of earlier passes, but not the rows that overwrite them later."""
     pair = Pair()
     text = pair.acquire(37)
     drafts = [Draft(), Draft((1, 2), (0, 0)), Draft((1, 2, 3, 4), (0, 0, 2, 1))]

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for a Hopper GPU, where there is none too."""
+"""The Triton kernels compile for a Hopper GPU, also without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 
 
 def test_the_kernels_compile_for_a_hopper_gpu() -> None:
-    """In a process of its own, where no interpreter takes the compiler's place."""
+    """Run in a separate process, where Triton's interpreter does not replace the compiler."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     script = Path(__file__).parents[2] / "support" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)

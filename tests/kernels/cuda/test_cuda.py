@@ -1,4 +1,4 @@
-"""On a CUDA device: real graphs, real kernels. Skipped where there is none."""
+"""Real graphs and real kernels on a CUDA device. Skipped without one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def logits(target: DeviceDecoder, cache: KVCache, slot: int, last: int, draft: D
 
 @pytest.mark.parametrize("length", [1, 61, 250, 300])
 def test_logits_equal_plain_decoding_bit_for_bit(length: int) -> None:
-    """Chains up to 64 rows and trees, by graphs and without, over shares that end within the draft."""
+    """Check chains of up to 64 rows and trees, with and without graphs, over shares that end within the draft."""
     path = [(11 * i + 5) % 4096 for i in range(64)]
     plain = exact_target(graphs=False)
     cache, slot = filled(plain, length)

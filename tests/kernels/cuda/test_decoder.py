@@ -1,4 +1,4 @@
-"""Passes by recorded graphs, on the CPU: a tape does again what was recorded, on the memory of then."""
+"""Passes with recorded graphs on the CPU: a tape replays the recorded operations on the same memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def device_target(capture=tape, dtype=torch.float64, config=TINY) -> DeviceDecod
 
 @pytest.fixture(autouse=True)
 def _no_kernels_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CUDA device."""
+    """Disable the CPU kernels, as on a CUDA device."""
     for module in ("kernels.linear", "kernels.cpu.attention", "models.norms"):
         monkeypatch.setattr(f"paceline.{module}.library", lambda: None)
 
 
 @pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are made anew as slabs grow, and the reference reads all of a slab."""
+    """Use small slabs: graphs are recorded again when slabs grow, and the reference reads whole slabs."""
     monkeypatch.setattr(DeviceCache, "initial_capacity", 64)
 
 
@@ -76,7 +76,7 @@ def test_sinks_weigh_as_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("config", [TINY, SLIDING], ids=["full", "sliding"])
 def test_a_recorded_pass_gives_the_very_logits_of_one_that_is_not(config: ModelConfig) -> None:
-    """The recording had other tokens, trees, lengths and slots in its tables."""
+    """The recording used other tokens, trees, lengths and slots in its tables."""
     targets = [device_target(capture, torch.float32, config) for capture in (tape, None)]
     caches = [target.new_cache() for target in targets]
     slots = [[cache.acquire() for _ in range(3)] for cache in caches]
@@ -128,7 +128,7 @@ def test_outputs_of_a_graph_outlast_its_next_run() -> None:
 
 
 def test_rotary_factors_are_made_as_texts_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for a context of millions; and graphs from before a table grew are not run again."""
+    """They are not computed for a context of millions, and graphs from before a table grew are not used again."""
     monkeypatch.setattr("paceline.models.cuda_decoder.FIRST", 1)
     config, found = replace(TINY, context_length=2**22), []
     for capture in (tape, None):

@@ -1,4 +1,4 @@
-"""`load(..., exact=True)`: text bit for bit, or an error that says why not."""
+"""`load(..., exact=True)`: the exact text, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_is_asked_of_the_target_and_held_to_the_self_check(
     assert asked == [True, True, False]
 
 
-def test_only_cuda_takes_other_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cuda_uses_different_kernels_for_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loader._decoder(True, torch.device("cpu")) is Decoder
     assert loader._decoder(False, CUDA) is Decoder
     monkeypatch.setattr(loader, "has_triton", lambda: True)
@@ -57,7 +57,7 @@ def test_only_cuda_takes_other_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Marked:
-    """A product that can be told from others."""
+    """A product with a recognisable type."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight

@@ -1,6 +1,6 @@
-"""The Triton kernels against plain formulas: in Triton's interpreter, and where there is a GPU as they are.
+"""The Triton kernels compared with plain formulas, in Triton's interpreter, or compiled if there is a GPU.
 
-torch's CPU builds come without Triton. Its interpreter takes no bfloat16 products, so float16 stands for it there.
+torch's CPU builds have no Triton. Its interpreter does not support bfloat16 products, so it runs float16 instead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def slab(capacity: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor
 
 
 def queries(table: RowTable, dtype: torch.dtype) -> torch.Tensor:
-    """A view, as the decoder's are: between the heads of two rows lie their keys."""
+    """Return queries as a view, as in the decoder: there are keys between the heads of two rows."""
     generator = torch.Generator().manual_seed(1)
     wide = torch.randn(table.slots, table.rows, HEADS + KV, D, generator=generator)
     return wide.to(DEVICE, dtype)[:, :, :HEADS]
@@ -79,7 +79,7 @@ def test_a_ring_that_has_wrapped_is_read_in_the_order_of_positions() -> None:
 
 
 def test_unseen_rows_may_be_anything() -> None:
-    """Garbage beyond the rows, and in the rows of other branches."""
+    """There is garbage after the rows, and in the rows of other branches."""
     table = table_of([TREE], [SPLIT - 3], [1])
     q, (keys, values) = queries(table, torch.float32), slab(512, torch.float32)
     before = kernels.tree_attention(q, keys, values, table, LayerAttention(0.3))
@@ -94,7 +94,7 @@ def test_unseen_rows_may_be_anything() -> None:
 
 
 def test_a_rows_bits_depend_only_on_its_path() -> None:
-    """A path is fed token by token, as a chain, as a branch of a tree, and together with another slot."""
+    """Feed a path token by token, as a chain, as a branch of a tree, and together with another slot."""
     length, path = SPLIT - 2, [0, 1, 2, 3]
     keys, values = slab(768, HALF)
     chain = table_of([Draft.chain((1, 2, 3))], [length], [1])
@@ -105,7 +105,7 @@ def test_a_rows_bits_depend_only_on_its_path() -> None:
         plain = table_of([Draft()], [length + row], [1])
         alone = kernels.tree_attention(q[:, [row] * 4], keys, values, plain, how)
         assert torch.equal(alone[0, 0], whole[0, row]), "plain decoding"
-    # The same keys, rows 1 to 3 moved to the places 2, 4 and 6 of a tree, and everything moved to another slot.
+    # The same keys, with rows 1 to 3 moved to rows 2, 4 and 6 of a tree, and everything moved to another slot.
     tree = table_of([Draft((5, 9), (0, 0)), Draft((9, 1, 9, 2, 9, 3), (0, 0, 2, 2, 4, 4))], [400, length], [1, 2])
     places = [length + 2 * row for row in path]
     for x in (keys, values):
@@ -145,7 +145,7 @@ def test_a_rows_product_is_the_same_among_any_number_of_rows() -> None:
 
 
 def test_the_exact_decoder_passes_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it together: chains, trees and a neighbour give the logits of plain decoding bit for bit."""
+    """Chains, trees and other requests in the batch all give the logits of plain decoding bit for bit."""
     monkeypatch.setattr("paceline.kernels.cuda.cache.attend", kernels.tree_attention)
     monkeypatch.setattr(DeviceCache, "initial_capacity", 64)
     config = replace(TINY, layers=1)

@@ -1,4 +1,4 @@
-"""A page that is open in headless Chromium, for the tests in this folder."""
+"""An open page in headless Chromium, for the tests in this folder."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def browser() -> Iterator[Browser]:
 def open_tab(browser: Browser) -> Open:
     @contextmanager
     def open_at(url: str, marks: bool = True, **options: Any) -> Iterator[Tab]:
-        """Whatever the test is about: no error on the console beside refused requests, and no other host asked.
+        """Yield a tab. At the end, check that it logged no unexpected errors and contacted no other host.
 
-        `marks`: replies are shown as marked tokens, not formatted.
+        `marks` shows replies as marked tokens instead of formatted text.
         """
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
         context.set_default_timeout(30_000)
@@ -77,7 +77,7 @@ def tab(open_tab: Open, address: str) -> Iterator[Tab]:
 
 @pytest.fixture
 def formatted(open_tab: Open, address: str) -> Iterator[Tab]:
-    """A tab that shows formatted text."""
+    """Return a tab that shows formatted text."""
     with open_tab(address, marks=False) as tab:
         expect(tab.page.locator("#model")).to_have_value(MODEL)
         yield tab

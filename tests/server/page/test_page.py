@@ -1,4 +1,4 @@
-"""Chat on the page at `/`: requests, displayed answers, and errors shown in place."""
+"""Chat on the page at `/`: requests, displayed answers, and errors."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_side_by_side_at_the_same_time(tab: Tab, fake: Fake) -> None:
         expect(column.locator(".token").first).to_be_visible()
     assert len(fake.bodies) == 2
     fake.hold_at = None
-    expect(tab.page.locator(".verdict")).to_contain_text("they shared the machine")
+    expect(tab.page.locator(".verdict")).to_contain_text("the replies shared the machine")
 
 
 @pytest.mark.parametrize(("exact", "reason"), [("bits", "should not happen"), ("rounding", "exact up to rounding")])
@@ -229,7 +229,7 @@ def test_a_reply_that_the_limit_cut_can_go_on(open_tab: Open, address: str, fake
         tab.page.fill("[name=max_tokens]", "4")
         text = tab.send()
         cut = tab.page.locator(".cut")
-        expect(cut).to_contain_text("Cut at the limit of 4 tokens.")
+        expect(cut).to_contain_text("Cut off at the limit of 4 tokens.")
         cut.get_by_role("button", name="Raise the limit").click()
         assert tab.focused("[name=max_tokens]")
         cut.get_by_role("button", name="Continue").click()

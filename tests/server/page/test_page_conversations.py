@@ -1,4 +1,4 @@
-"""Conversations on the page: kept in the browser, edited, generated anew, with any of the server's models."""
+"""Conversations on the page: stored in the browser, edited, regenerated, with any of the server's models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT_ROUNDS = """async () => {
 
 
 def said(fake: Fake) -> list[tuple[str, str]]:
-    """Roles and texts of the last request."""
+    """Return the roles and texts of the last request."""
     return [(message["role"], message["content"]) for message in fake.bodies[-1]["messages"]]
 
 
@@ -157,7 +157,7 @@ FIRST_STORE = """async () => new Promise((resolve) => {
 })"""
 
 
-def test_conversations_of_a_page_without_a_search_are_searched(tab: Tab) -> None:
+def test_conversations_from_older_pages_are_searched(tab: Tab) -> None:
     tab.page.evaluate(FIRST_STORE)
     tab.page.reload()
     tab.page.get_by_role("button", name="Old").click()
@@ -249,8 +249,8 @@ def test_a_page_closed_during_a_reply_keeps_what_there_is(tab: Tab, fake: Fake) 
     expect(tab.page.locator(".text .token")).to_have_count(9)
 
 
-def test_a_browser_that_keeps_nothing(open_tab: Open, address: str, fake: Fake) -> None:
-    """Storage may be switched off: the conversation then lasts as long as the page."""
+def test_conversations_work_without_browser_storage(open_tab: Open, address: str, fake: Fake) -> None:
+    """If storage is disabled, a conversation lasts as long as the page."""
     with open_tab(address) as tab:
         tab.page.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new Error('off') } })")
         tab.page.reload()
@@ -263,10 +263,10 @@ def test_a_browser_that_keeps_nothing(open_tab: Open, address: str, fake: Fake) 
 def test_a_full_store_is_told(tab: Tab) -> None:
     tab.page.evaluate("() => { IDBObjectStore.prototype.put = () => { throw new Error('full') } }")
     tab.send("One")
-    expect(tab.status).to_contain_text("This browser does not keep the conversation: full")
+    expect(tab.status).to_contain_text("This browser could not store the conversation: full")
 
 
-def test_reply_generated_anew_has_the_next_seed(tab: Tab, fake: Fake) -> None:
+def test_a_regenerated_reply_has_the_next_seed(tab: Tab, fake: Fake) -> None:
     tab.page.fill("[name=seed]", "5")
     tab.send("One")
     tab.send("Two", turns=2)
@@ -318,7 +318,7 @@ def test_models_by_name_and_how_long_one_loads(open_tab: Open, fake: Fake) -> No
             "llama3.2:1b (not loaded)",
         ]
         model.select_option("qwen3:0.6b")
-        expect(tab.page.locator("#promise")).to_contain_text("loaded at its first message")
+        expect(tab.page.locator("#promise")).to_contain_text("loaded when you send the first message")
         assert tab.page.locator("[name=drafter] option").all_inner_texts() == ["auto", "off"]
         tab.page.fill("#prompt", "Why?")
         tab.page.press("#prompt", "Enter")

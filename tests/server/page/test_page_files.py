@@ -1,4 +1,4 @@
-"""Text files that go with a message, and files that are refused."""
+"""Text files attached to a message, and files that are refused."""
 
 from __future__ import annotations
 

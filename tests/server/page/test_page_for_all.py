@@ -1,4 +1,4 @@
-"""The page for everyone: keyboard, screen reader, phone, both themes, less motion; and what keeps it to this server."""
+"""The page for everyone: keyboard, screen reader, phone, both themes, reduced motion, content security policy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_everything_works_by_keyboard(tab: Tab, fake: Fake) -> None:
 
 
 def test_every_field_and_button_has_a_name(tab: Tab) -> None:
-    """By the accessibility tree's own roles and names, as a screen reader meets them."""
+    """Check the roles and names in the accessibility tree, as screen readers read them."""
     tab.page.set_input_files("#picker", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"A"})
     tab.send()
     tab.page.set_input_files("#picker", {"name": "b.txt", "mimeType": "text/plain", "buffer": b"B"})
@@ -136,7 +136,7 @@ def test_phone_width(open_tab: Open, address: str, fake: Fake) -> None:
             assert size["x"] + size["width"] <= 360
 
 
-def test_settings_over_the_page_close_when_focus_leaves_them(open_tab: Open, address: str) -> None:
+def test_overlaid_settings_close_when_they_lose_focus(open_tab: Open, address: str) -> None:
     with open_tab(address, viewport={"width": 700, "height": 740}) as tab:
         tab.page.click("#settings-button")
         assert tab.focused("[name=drafter]")
@@ -169,7 +169,7 @@ def channels(colour: str) -> tuple[float, float, float, float]:
 
 
 def luminance(colour: str) -> float:
-    """WCAG 2's relative luminance."""
+    """Return the relative luminance of WCAG 2."""
     parts = (part / 255 for part in channels(colour)[:3])
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -230,7 +230,7 @@ def test_theme_button_outweighs_the_system_and_is_remembered(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize(("motion", "runs"), [("no-preference", 1), ("reduce", 0)])
-def test_nothing_moves_for_who_asked_for_less(open_tab: Open, address: str, fake: Fake, motion: str, runs: int) -> None:
+def test_reduced_motion_disables_animations(open_tab: Open, address: str, fake: Fake, motion: str, runs: int) -> None:
     fake.hold_at = 1
     with open_tab(address, reduced_motion=motion) as tab:
         expect(tab.page.locator("#model")).not_to_be_empty()

@@ -15,7 +15,7 @@ SHOWN = f"""async ([text, step]) => {{
   for (const element of drawn.querySelectorAll('.formula')) element.textContent = '□';
   return [found, [...drawn.children].map(e => e.textContent).join('¶')];
 }}"""
-"""The formulas in a text, as (has a line of its own, the characters that MathML shows), and the text around them."""
+"""JavaScript that returns the formulas in a text, as (on a separate line, MathML characters), and the other text."""
 
 
 def shown(tab: Tab, text: str) -> tuple[list[tuple[bool, str]], str]:
@@ -132,7 +132,7 @@ ENDS = {r"\left(": r"\right)", r"\begin{pmatrix}": r"\end{pmatrix}", r"\text{$":
 
 
 def test_no_formula_is_slow(formatted: Tab, fake: Fake) -> None:
-    """Each would take minutes, or the browser's stack, if formulas had no limits."""
+    """Without limits, each formula would take minutes or overflow the browser's stack."""
     for start in NESTS:
         for size in (3900, 100_000):
             count = size // len(start) if len(start) < 100 else 1

@@ -153,7 +153,7 @@ SLOW = ["*a ", "**a", "_a ", "`" , "``a`", "[", "[a](", "![a](b", "~~a", "<a", "
 
 
 def test_no_text_is_slow(tab: Tab) -> None:
-    """Each would take minutes if the work grew with the square of the length, or worse."""
+    """Each text would take minutes if the work were quadratic in its length or worse."""
     gap = " " * 7900
     lines = [f"```{gap}`\n", f"a | b\n-{gap}x |\n", f"a | b\n{gap}-x|\n", f"` {'a' * 7900}`\n", f"-{gap}-{gap}x\n"]
     for piece in SLOW + lines:
@@ -180,8 +180,8 @@ WATCH = """() => {
     ],
     ids=["code", "one line", "list", "paragraphs"],
 )
-def test_a_long_reply_costs_what_its_length_does(formatted: Tab, fake: Fake, text: str, times: int) -> None:
-    """Drawing all of it again in each frame would insert its text dozens of times."""
+def test_a_long_reply_takes_linear_time(formatted: Tab, fake: Fake, text: str, times: int) -> None:
+    """Redrawing the whole reply in each frame would insert its text dozens of times."""
     fake.text, fake.size, fake.pause = text, len(text) // 150, 0.008
     formatted.page.evaluate(WATCH)
     reply = formatted.send()
@@ -201,7 +201,7 @@ def test_code_and_replies_can_be_copied(formatted: Tab, fake: Fake) -> None:
     assert page.evaluate("() => navigator.clipboard.readText()") == code
     page.get_by_role("button", name="Copy reply").click()
     assert page.evaluate("() => navigator.clipboard.readText()") == fake.text
-    # Without TLS, away from localhost, there is no clipboard interface.
+    # The clipboard interface needs TLS or localhost.
     page.evaluate("() => Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
     page.get_by_role("button", name="Copy message").click()
     page.evaluate("() => delete navigator.clipboard")

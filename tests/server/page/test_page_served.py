@@ -1,4 +1,4 @@
-"""The page on the real server: what the two say to each other is the same thing."""
+"""The page on the real server: both use the same API."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_reply_goes_on_after_its_limit(served: Serving, open_tab: Open) -> Non
     with open_tab(f"{served.address}/") as tab:
         tab.page.fill("[name=max_tokens]", "8")
         begun = tab.send("hello").locator(".token").evaluate_all(SHOWN)
-        expect(tab.page.locator(".cut")).to_contain_text("Cut at the limit of 8 tokens.")
+        expect(tab.page.locator(".cut")).to_contain_text("Cut off at the limit of 8 tokens.")
         tab.page.get_by_role("button", name="Continue").click()
         expect(tab.page.locator(".numbers")).not_to_contain_text("8 tokens")
         expect(tab.page.locator("#send")).to_be_visible()

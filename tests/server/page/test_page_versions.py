@@ -1,4 +1,4 @@
-"""Versions of a turn: an edit or a new reply keeps what was there, and one can go back to it."""
+"""Versions of a turn: an edit or a new reply keeps the old version, and users can return to it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _DISTURBED = 1.3
 
 
 def reasons(forecasts: Sequence[Forecast], drafter: str) -> list[str]:
-    """Explain why a drafter is not faster, for each kind of text where it is not."""
+    """For each kind of text where a drafter is not faster, explain why."""
     return [_reason(f, drafter) for f in forecasts if f.ratio < PAYS]
 
 
@@ -35,7 +35,7 @@ def _reason(f: Forecast, drafter: str) -> str:
         return f"{f.kind}: {gives}, but reading the prompt takes most of the time"
     speed = f"{draft.gain.tokens * plain / draft.seconds:.2f} times the plain speed"
     end = "so nothing will be drafted" if not f.best.size.nodes else "hardly faster than plain decoding"
-    return f"{f.kind}: {gives}, but {costs}. This gives {speed}, {end}"
+    return f"{f.kind}: {gives}, but {costs}. The result is {speed}, {end}"
 
 
 def limits(machine: Machine) -> list[str]:

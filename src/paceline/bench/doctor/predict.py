@@ -87,7 +87,7 @@ class Forecast:
 
 
 def forecast(machine: Machine, drafting: Drafting) -> list[Forecast]:
-    """Return a forecast for every kind of text with known acceptance."""
+    """Return a forecast for every kind of text for which the acceptance is known."""
     return [_forecast(machine, drafting, name, kind) for name, kind in drafting.acceptance.kinds.items()]
 
 

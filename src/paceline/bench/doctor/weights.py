@@ -11,7 +11,7 @@ from paceline.models.held import tensors_of
 from paceline.protocols import Target
 
 _SCALE = 2 / 32
-"""Bytes per weight for the scale, and the same for the floor, of its group (docs/how-to/quantize.md)."""
+"""Bytes per weight for the scale of its group, and also for the floor (docs/how-to/quantize.md)."""
 _HEAD_BITS = 8
 """Minimum bits per weight of an output head."""
 
@@ -20,8 +20,8 @@ def weight_bytes(target: Target) -> int | None:
     """Return the bytes that a small pass reads: all weights except tables of embeddings, unless the head shares them.
 
     Returns:
-        None for a target that is not a native decoder, and for a mixture of experts, where a pass reads only some
-        experts.
+        The bytes. None for a target that is not a native decoder, and for a mixture of experts, where a pass reads only
+        some experts.
     """
     if not isinstance(target, Decoder) or any(layer.sparse for layer in target.config.plan):
         return None

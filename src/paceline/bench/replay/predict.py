@@ -96,7 +96,7 @@ class CandidatePrediction:
 def check_model(header: RecordingHeader, model: Loaded) -> None:
     """Raise `InvalidData` if a recording belongs to another model."""
     if not same_target(header.fingerprint, header_of(model).fingerprint):
-        raise InvalidData(f"the recording is of another model, {header.model}", "Pass that model with --model")
+        raise InvalidData(f"the recording belongs to another model, {header.model}", "Pass that model with --model")
 
 
 def measured(model: Loaded, reply: RecordedReply, width: int) -> MeasuredPrices:

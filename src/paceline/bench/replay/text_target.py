@@ -1,8 +1,8 @@
 """A target that already knows its text. The engine runs on it as on a model, but only the drafters compute.
 
-With the rule `match`, a text does not depend on the drafter. So the target would write a recorded text with every
-drafter, and its choice at each visited row is the next recorded token. Everything else is real: the engine's rounds,
-draft budgets, trees, stop conditions, the drafters, and the shared noise.
+With the rule `match`, a text does not depend on the drafter. So with any drafter, the target would write the recorded
+text, and its choice at each visited row is the next recorded token. Everything else is real: the engine's rounds, draft
+budgets, trees, stop conditions, the drafters, and the shared noise.
 """
 
 from __future__ import annotations

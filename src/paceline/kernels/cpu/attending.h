@@ -32,6 +32,16 @@ class Attentions {
     Attention<PairedBFloat16> paired_;
 };
 
+// Stores one key head of all slots' rows, as a key or as a value. row(i) [D] is the head of row i of the pass.
+template <class Row>
+void store_head(Attentions& attentions, const View& view, int slots, int layer, const Heads& h, int head, bool value, Row row) {
+    attentions.with(view.kind, [&](auto& attention) {
+        using Stored = typename std::decay_t<decltype(attention)>::Element;
+        for (const Slot* slot = view.slots; slot < view.slots + slots; slot++)
+            write_head<Stored>(*slot, value ? slot->values : slot->keys, layer, h, head, row);
+    });
+}
+
 // Attention of one layer. `Element` is the type of the stream.
 template <class Element>
 class AttentionTask {

@@ -19,15 +19,10 @@ from paceline.cache.attention import LayerAttention, SlabPlan
 from paceline.cache.kv_types import size_of
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, KV_KINDS, LANES, SMALLER
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, KV_KINDS, LANES, SMALLER, fields
 
 _WIDEST = 1 << 30
 """A window that exceeds any text and still fits into the kernels' 32-bit integers."""
-
-
-def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
-    """Return the fields of a C structure, in order. Each group is a type and its names."""
-    return [(name, kind) for kind, names in groups for name in names.split()]
 
 
 class CHeads(Structure):

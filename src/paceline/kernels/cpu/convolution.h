@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "layer.h"
+#include "functions.h"
 
 namespace paceline {
 
@@ -13,17 +13,16 @@ namespace paceline {
 // before [width - 1, channels]: the entries before the tree. entries [*, channels]: of the tree's rows.
 // history [rows, width]: for each row, the entries that it sees. Numbers below width - 1 are of `before`.
 // weight [width, channels]; bias [channels] or null. activated: 1 for SiLU of the sum.
-// out [rows, channels].
+// out [rows, channels]: receives the results of `paceline_convolve`.
 struct ShortConvolution {
     int32_t rows, width, channels, activated;
     const float *before, *entries, *weight, *bias;
     const int64_t* history;
     float* out;
 
-    // Adds the products in order, so that the bits of a row do not depend on the other rows.
-    [[gnu::flatten]] void run(int row) const {
+    // Computes one row, `to` [channels]. Adds the products in order, so that the bits of a row do not depend on the other rows.
+    [[gnu::flatten]] void run(int row, float* to) const {
         const int64_t* seen = history + int64_t(row) * width;
-        float* to = out + int64_t(row) * channels;
         for (int i = 0; i < channels; i += LANES) {
             const int count = std::min(LANES, channels - i);
             Floats total = part(entry(seen[0]) + i, count) * part(weight + i, count);

@@ -7,8 +7,8 @@ from ctypes import POINTER, Structure, byref, c_int32, c_void_p
 import torch
 from torch import Tensor
 
-from paceline.kernels.cpu.attention import fields
 from paceline.kernels.cpu.build import kernel
+from paceline.kernels.cpu.matrix import fields
 
 
 class _ShortConvolution(Structure):

@@ -12,17 +12,14 @@ from torch import Tensor
 
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import SMALLER
+from paceline.kernels.cpu.matrix import SMALLER, fields
 
 
 class _Delta(Structure):
-    _fields_ = [
-        *((name, c_int32) for name in ("heads", "key_heads", "keys", "values", "tiled", "rows", "start")),
-        *(
-            (name, c_void_p)
-            for name in ("parents", "before", "q", "k", "v", "decay", "beta", "changes", "out", "after")
-        ),
-    ]
+    _fields_ = fields(
+        (c_int32, "heads key_heads keys values tiled rows start"),
+        (c_void_p, "parents before q k v decay beta changes out after"),
+    )
 
 
 @cache
@@ -30,7 +27,7 @@ def _run() -> Any:
     return kernel("paceline_delta", POINTER(_Delta), c_int32)
 
 
-def runs_delta(matrix: Tensor) -> bool:
+def scans_natively(matrix: Tensor) -> bool:
     """Return True if the kernels support a state of this dtype on this device."""
     return matrix.device.type == "cpu" and matrix.dtype == torch.float32 and library() is not None
 

@@ -66,4 +66,29 @@ inline Floats error_function(const Floats& x) {
     return select(size < 1.0f, p * x, with_sign(1.0f - exponential(-q), x));
 }
 
+inline Floats logistic(const Floats& x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// log(1 + e^x) to about two units in the last place. With t = e^-|x|, log(1 + t) is 2 atanh(t / (2 + t)), by its power series.
+inline Floats softplus(const Floats& x) {
+    const Floats t = exponential(-size_of(x)), z = t / (2.0f + t), square = z * z;
+    const Floats p = polynomial(square, 2.0f / 15, {2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3});
+    return select(x > 0.0f, x, Floats{}) + fma(p * square, z, 2.0f * z);
+}
+
+enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED };
+
+inline Floats activate(int kind, const Floats& x) {
+    if (kind == SILU) return x / (1.0f + exponential(-x));
+    if (kind == GELU_TANH) return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * fma(x * x * 0.044715f, x, x)));
+    return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
+}
+
+// The gated activations of activations.py.
+[[gnu::flatten]] inline Floats gated(int kind, const Floats& gate, const Floats& up) {
+    if (kind != CLAMPED) return activate(kind, gate) * up;
+    const Floats limit = all(7.0f), low = select(gate > limit, limit, gate);
+    const Floats bounded = select(up > limit, limit, select(up < -limit, -limit, up));
+    return (bounded + 1.0f) * (low / (1.0f + exponential(-1.702f * low)));
+}
+
 }  // namespace paceline

@@ -2,17 +2,16 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "attending.h"
+#include "delta_net.h"
 #include "experts.h"
 #include "low_rank.h"
 #include "product.h"
+#include "rows.h"
 
 namespace paceline {
-
-enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED };
 
 // A feed-forward network, or one expert of a mixture.
 struct Expert {
@@ -21,25 +20,30 @@ struct Expert {
 
 struct Layer {
     Matrix qkv, out, router;  // `router` is used in a mixture
-    Matrix given_gate, given_out;  // see `LayerTask::add_given`; `given_gate.out` is 0 if the layer adds no token embeddings
+    Matrix token_gate, token_out;  // see `LayerTask::add_token`; `token_gate.out` is 0 if the layer adds no token embeddings
     const Expert* experts;    // all of the same kinds and sizes; a single one if this is not a mixture
     Routing routing;          // used in a mixture
     // Norm weights, or null. The `after` norms apply to the outputs of attention, feed-forward and token embeddings.
-    const float *before_mix, *after_mix, *before_mlp, *after_mlp, *after_given, *query_norm, *key_norm, *value_norm;
+    const float *before_mix, *after_mix, *before_mlp, *after_mlp, *after_token, *query_norm, *key_norm, *value_norm;
     float eps, residual_scale, scale;  // factor of the outputs of attention and feed-forward; factor of the layer's output
     int32_t hidden, ffn, activation, head_dim;
-    int32_t given_first;  // where the layer's embedding begins in a row of `Pass::given`
+    int32_t token_first;  // where the layer's embedding begins in a row of `Pass::tokens`
     // Heads that `qkv` outputs after the queries. Without values, the keys before norm and rotation are the values. Without
     // keys, the layer writes nothing: `view` and `index` are those of an earlier layer.
     int32_t keys, values;
-    int32_t view, index, rotation;  // numbers of the pass's view and rotation; number of the layer in the view
+    // Numbers of the pass's view and rotation. `index`: number of the layer in the view, or among the recurrent layers.
+    int32_t view, index, rotation;
     Heads heads;  // `head_dim` elements, padded to whole lanes
     // For each adapter; null if no adapter changes the product.
-    const LowRank *on_qkv, *on_out, *on_gate_up, *on_down, *on_given_gate, *on_given_out;
+    const LowRank *on_qkv, *on_out, *on_gate_up, *on_down, *on_token_gate, *on_token_out;
+    int32_t gated;          // 1 if `qkv` outputs each query head followed by the gate of that head's attention
+    const DeltaNet* delta;  // a recurrent layer's mixer, or null. `qkv` is then its first projection
+    // Product for the weight of a mixture's shared expert, of the router's kind. `shared_weight.out` is 0 if the weight is 1.
+    Matrix shared_weight;
 
     bool mixture() const { return routing.count() > 1; }
     int queries() const { return heads.query * heads.size; }
-    int all_heads() const { return queries() + (keys + values) * heads.size; }
+    int all_heads() const { return delta ? whole(delta->products()) : (1 + gated) * queries() + (keys + values) * heads.size; }
 };
 
 struct Pass {
@@ -49,64 +53,16 @@ struct Pass {
     const Rotation* rotations;
     const int32_t* adapters;  // adapter number of each row, starting at 1, or 0 for no adapter; null if no row has one
     int32_t rank;             // the largest rank of all adapters
-    int32_t given_width;
-    const void* given;  // token embeddings of all layers [room, given_width], of the stream's type; or null
+    int32_t token_width;
+    const void* tokens;  // token embeddings of all layers [room, token_width], of the stream's type; or null
     // Adds the numbers of the other processes that share the model. Returns 1 on failure. Null if there are none.
     int32_t (*reduce)(const void* ranks, float* numbers, int64_t count);
     const void* ranks;
+    const Stretch* stretches;  // of each recurrent layer, `stretch_count` each; null if there are none
+    int32_t stretch_count;
+
+    const Stretch* of(const Layer& l) const { return stretches + int64_t(l.index) * stretch_count; }
 };
-
-// Rows in our own memory are padded with zeros to whole lanes, so that all loops run over whole lanes.
-constexpr int whole(int size) { return (size + LANES - 1) / LANES * LANES; }
-
-template <class Element>
-[[gnu::flatten]] void widen_row(float* to, const typename Element::Number* from, int size) {
-    for (int i = 0; i < size; i += LANES) {
-        typename Element::Number part[LANES] = {};
-        std::copy_n(from + i, std::min(LANES, size - i), part);
-        store(to + i, Element::widen(part));
-    }
-}
-
-template <class Element>
-[[gnu::flatten]] void narrow_row(typename Element::Number* to, const float* from, int size) {
-    for (int i = 0; i < size; i += LANES) {
-        typename Element::Number part[LANES];
-        Element::narrow(part, load<Floats>(from + i));
-        std::copy_n(part, std::min(LANES, size - i), to + i);
-    }
-}
-
-// Copies `size` elements of a row and pads them to whole lanes.
-inline void copy_row(float* to, const float* from, int size) {
-    std::fill(std::copy_n(from, size, to), to + whole(size), 0.0f);
-}
-
-inline Floats activate(int kind, const Floats& x) {
-    if (kind == SILU) return x / (1.0f + exponential(-x));
-    if (kind == GELU_TANH) return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * fma(x * x * 0.044715f, x, x)));
-    return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
-}
-
-// The gated activations of activations.py.
-[[gnu::flatten]] inline Floats gated(int kind, const Floats& gate, const Floats& up) {
-    if (kind != CLAMPED) return activate(kind, gate) * up;
-    const Floats limit = all(7.0f), low = select(gate > limit, limit, gate);
-    const Floats bounded = select(up > limit, limit, select(up < -limit, -limit, up));
-    return (bounded + 1.0f) * (low / (1.0f + exponential(-1.702f * low)));
-}
-
-[[gnu::flatten]] inline void normed(float* to, const float* x, const float* weight, int size, float eps) {
-    Floats squares{};
-    for (int i = 0; i < size; i += LANES) squares = fma(load<Floats>(x + i), load<Floats>(x + i), squares);
-    const float scale = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
-    for (int i = 0; i < size; i += LANES) store(to + i, load<Floats>(x + i) * scale * load<Floats>(weight + i));
-}
-
-template <class T>
-void grow(std::vector<T>& v, int rows, int width) {
-    if (v.size() < size_t(rows) * width) v.resize(size_t(rows) * width);
-}
 
 // Memory of one thread.
 struct ThreadScratch {
@@ -116,21 +72,23 @@ struct ThreadScratch {
 
     void reserve(const Layer& l, const Pass& pass) {
         grow(row, 1, std::max(whole(l.hidden), l.queries()));
-        attentions.reserve(pass.views[l.view], l.heads, pass.slots);
         if (l.mixture()) gathered.reserve(pass.rows, l.experts->gate_up);
+        if (!l.delta) return attentions.reserve(pass.views[l.view], l.heads, pass.slots);
+        for (const Stretch* own = pass.of(l); own < pass.of(l) + pass.stretch_count; own++) grow(row, 1, int(l.delta->room(*own)));
     }
 };
 
 // Results that the stages of a layer hand on, kept for the caller's next pass. All memory is allocated before the first stage,
 // because a piece of work has no way to report a failure.
 struct Scratch {
-    std::vector<float> stream, entry, qkv, mixed, added, scores, parts;  // [rows, *]
+    std::vector<float> stream, entry, qkv, mixed, added, scores, parts, shares;  // [rows, *]
     std::vector<float> attended;                                         // results of blocks [rows, query heads, blocks, *]
     std::vector<float> shrunk;                                           // A x of the current product [rows, rank]
     std::vector<int32_t> chosen;                                         // chosen experts [rows, used]
     std::vector<float> inner;                                            // [rows * used, ffn]
     std::vector<float> heads;                                            // queries, rotated [rows, *]
     Inputs to_mix, to_out, to_route, to_mlp, to_down;
+    DeltaNetScratch delta;
     Routes routes;
 
     void reserve(const Layer& l, const Pass& pass, int width) {
@@ -138,16 +96,19 @@ struct Scratch {
         grow(stream, rows, whole(l.hidden)), grow(entry, rows, whole(width)), grow(added, rows, whole(l.hidden));
         grow(qkv, rows, l.all_heads()), grow(heads, rows, l.queries()), grow(mixed, rows, l.queries());
         grow(inner, rows * l.routing.each(), whole(l.ffn));
-        grow(attended, AttentionPieces(pass.views[l.view], pass.slots, l.heads, pass.threads).parts(rows), part_size(l.heads));
+        if (l.delta)
+            delta.reserve(*l.delta, rows), to_route.reserve(rows, l.delta->share);
+        else
+            grow(attended, AttentionPieces(pass.views[l.view], pass.slots, l.heads, pass.threads).parts(rows), part_size(l.heads));
         if (pass.adapters) grow(shrunk, rows, pass.rank);
         to_mix.reserve(rows, l.qkv), to_out.reserve(rows, l.out);
         to_mlp.reserve(rows, l.experts->gate_up), to_down.reserve(rows * l.routing.each(), l.experts->down);
         routes.reserve(l.routing.count(), size_t(rows) * l.routing.each());
-        grow(inner, rows, whole(l.given_gate.out));
-        if (l.given_gate.out) to_mlp.reserve(rows, l.given_gate), to_down.reserve(rows, l.given_out);
+        grow(inner, rows, whole(l.token_gate.out));
+        if (l.token_gate.out) to_mlp.reserve(rows, l.token_gate), to_down.reserve(rows, l.token_out);
         if (!l.mixture()) return;
         grow(scores, rows, 3 * l.routing.width()), grow(parts, rows, l.routing.each()), grow(chosen, rows, l.routing.each());
-        to_route.reserve(rows, l.router);
+        to_route.reserve(rows, l.router), grow(shares, rows, whole(l.shared_weight.out));
     }
 };
 
@@ -160,21 +121,22 @@ class LayerTask {
     // `locals`: one for each thread of the team.
     LayerTask(const Layer& layer, const Pass& pass, Scratch& scratch, ThreadScratch* locals, Team& team)
         : l(layer), pass(pass), s(scratch), locals(locals), team(team), rows(pass.rows), hidden(whole(l.hidden)), queries(l.queries()), all_heads(l.all_heads()),
-          fed(l.given_gate.out && pass.given) {}
+          fed(l.token_gate.out && pass.tokens) {}
 
-    // `entry` [rows, width] is the input of attention; null means the normed stream. Returns false if another process is lost.
+    // `entry` [rows, width] is the input of the mixer; null means the normed stream. Returns false if another process is lost.
     bool run(const float* entry, int width) {
         each_row([&](int row, ThreadScratch& local) {
-            if (entry)
-                s.to_mix.set({0, rows}, row, l.qkv, entry + int64_t(row) * whole(width), whole(width), 0, whole(width));
-            else
-                set(s.to_mix, l.qkv, row, normed_row(row, l.before_mix, local), l.on_qkv);
+            const float* x = entry ? entry + int64_t(row) * whole(width) : normed_row(row, l.before_mix, local);
+            const int size = entry ? whole(width) : hidden;
+            s.to_mix.set({0, rows}, row, l.qkv, x, size, 0, size);
+            if (l.delta) s.to_route.set({0, rows}, row, l.delta->share, x, size, 0, size);
+            if (!entry) shrink(l.on_qkv, row, x, hidden);
         });
         multiply(l.qkv, s.to_mix, s.qkv.data(), all_heads, l.on_qkv);
-        team.split(l.heads.query + (l.keys ? 2 * l.heads.kv : 0), 1, [&](Span mine, int thread) {
-            for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread]);
-        });
-        attend();
+        if (l.delta)
+            recur();
+        else
+            rotate_and_store(), attend();
         each_row([&](int row, ThreadScratch& local) { set_mixed(row, local.row.data()); });
         multiply(l.out, s.to_out, s.added.data(), hidden, l.on_out);
         if (!summed()) return false;
@@ -189,9 +151,9 @@ class LayerTask {
         if (!summed()) return false;
         each_row([&](int row, ThreadScratch&) {
             add(row, l.after_mlp, l.residual_scale, !fed);
-            if (fed) set_given(row);
+            if (fed) set_token(row);
         });
-        if (fed) add_given();
+        if (fed) add_token();
         return true;
     }
 
@@ -254,9 +216,26 @@ class LayerTask {
         shrink(on, row, x, hidden);
     }
 
-    // Copies a row of attention's output, without the padding of its heads, to the input of the next product.
+    // Runs a recurrent layer's mixer between its projections.
+    void recur() {
+        const DeltaNet& net = *l.delta;
+        const DeltaNetTask task(net, pass.of(l), pass.stretch_count, s.delta);
+        multiply(net.share, s.to_route, s.delta.shares.data(), whole(net.heads), nullptr);
+        multiply(net.step, s.to_route, s.delta.steps.data(), whole(net.heads), nullptr);
+        each_row([&](int row, ThreadScratch&) { task.enter(row, &s.qkv[int64_t(row) * all_heads]); });
+        task.keep_entries();
+        each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
+        team.split(net.heads, 1, [&](Span mine, int thread) {
+            for (int head = mine.from; head < mine.to; head++)
+                task.run(head, locals[thread].row.data(), s.mixed.data(), queries, s.qkv.data(), all_heads);
+        });
+    }
+
+    // Copies a row of the mixer's output, without the padding of its heads, to the input of the next product.
     void set_mixed(int row, float* joined) {
-        const float* x = &s.mixed[int64_t(row) * queries];
+        float* x = &s.mixed[int64_t(row) * queries];
+        for (int head = 0; l.gated && head < l.heads.query; head++)
+            gate_head(x + head * l.heads.size, &s.qkv[int64_t(row) * all_heads + (2 * head + 1) * l.head_dim]);
         const int size = l.head_dim * l.heads.query;
         if (size < queries) {
             for (int head = 0; head < l.heads.query; head++) copy_row(joined + head * l.head_dim, x + head * l.heads.size, l.head_dim);
@@ -267,6 +246,21 @@ class LayerTask {
         shrink(l.on_out, row, x, whole(size));
     }
 
+    // Multiplies the padded output of a query head by the logistic function of its gates.
+    [[gnu::flatten]] void gate_head(float* x, const float* gates) const {
+        for (int i = 0; i < l.head_dim; i += LANES) {
+            float part[LANES] = {};
+            std::copy_n(gates + i, std::min(LANES, l.head_dim - i), part);
+            store(x + i, load<Floats>(x + i) * logistic(load<Floats>(part)));
+        }
+    }
+
+    void rotate_and_store() {
+        team.split(l.heads.query + (l.keys ? 2 * l.heads.kv : 0), 1, [&](Span mine, int thread) {
+            for (int head = mine.from; head < mine.to; head++) rotate_and_store(head, locals[thread]);
+        });
+    }
+
     // Norms and rotates one head of all rows. Keys and values are stored in the cache.
     void rotate_and_store(int head, ThreadScratch& local) {
         if (head < l.heads.query) {
@@ -275,21 +269,17 @@ class LayerTask {
         }
         const bool value = head >= l.heads.query + l.heads.kv;
         const int kv_head = (head - l.heads.query) % l.heads.kv;
-        const View& view = pass.views[l.view];
-        local.attentions.with(view.kind, [&](auto& attention) {
-            using Stored = typename std::decay_t<decltype(attention)>::Element;
-            for (const Slot* slot = view.slots; slot < view.slots + pass.slots; slot++)
-                write_head<Stored>(*slot, value ? slot->values : slot->keys, l.index, l.heads, kv_head, [&](int row) {
-                    rotate_head(local.row.data(), row, head);
-                    return local.row.data();
-                });
+        store_head(local.attentions, pass.views[l.view], pass.slots, l.index, l.heads, kv_head, value, [&](int row) {
+            rotate_head(local.row.data(), row, head);
+            return local.row.data();
         });
     }
 
     // Copies a head of a row to x, padded, and applies its norm and rotation.
     void rotate_head(float* x, int row, int head) {
         const bool value = head >= l.heads.query + l.heads.kv;
-        const int source = value && !l.values ? head - l.heads.kv : head;
+        const int place = value && !l.values ? head - l.heads.kv : head;
+        const int source = place + l.gated * std::min(place, l.heads.query);
         copy_row(x, &s.qkv[int64_t(row) * all_heads + source * l.head_dim], l.head_dim);
         const float* norm = value ? l.value_norm : head < l.heads.query ? l.query_norm : l.key_norm;
         if (norm) normed(x, x, norm, l.head_dim, l.eps);
@@ -307,8 +297,10 @@ class LayerTask {
         if (l.mixture()) {
             const int width = 3 * l.routing.width(), each = l.routing.each();
             multiply(l.router, s.to_route, s.scores.data(), width, nullptr);
+            if (l.shared_weight.out) multiply(l.shared_weight, s.to_route, s.shares.data(), LANES, nullptr);
             each_row([&](int row, ThreadScratch&) {
                 choose(&s.scores[int64_t(row) * width], l.routing, &s.chosen[row * each], &s.parts[row * each]);
+                if (l.shared_weight.out) s.parts[(row + 1) * each - 1] = logistic(load<Floats>(&s.shares[int64_t(row) * LANES]))[0];
             });
         }
         s.routes.assign(l.routing.count(), rows, l.routing.each(), l.mixture() ? s.chosen.data() : nullptr, s.parts.data());
@@ -368,29 +360,29 @@ class LayerTask {
     }
 
     // The token embedding of a row, then the product of its gate with it.
-    float* given(int row) { return &s.inner[int64_t(row) * whole(l.given_gate.out)]; }
+    float* token(int row) { return &s.inner[int64_t(row) * whole(l.token_gate.out)]; }
 
-    void set_given(int row) {
-        const Number* from = static_cast<const Number*>(pass.given) + pass.indices[row] * pass.given_width + l.given_first;
-        widen_row<Element>(given(row), from, l.given_gate.out);
-        set(s.to_mlp, l.given_gate, row, stream(row), l.on_given_gate);
+    void set_token(int row) {
+        const Number* from = static_cast<const Number*>(pass.tokens) + pass.indices[row] * pass.token_width + l.token_first;
+        widen_row<Element>(token(row), from, l.token_gate.out);
+        set(s.to_mlp, l.token_gate, row, stream(row), l.on_token_gate);
     }
 
     // Adds the layer's token embeddings to the stream: a feed-forward network in which they replace the up projection.
-    void add_given() {
-        const int width = whole(l.given_gate.out), blocks = blocks_of(l.given_gate);
+    void add_token() {
+        const int width = whole(l.token_gate.out), blocks = blocks_of(l.token_gate);
         team.split((blocks + 1) / 2, 1, [&](Span pairs, int) {
             const Span own{2 * pairs.from, std::min(2 * pairs.to, blocks)};
-            product(own, l.given_gate, s.to_mlp, {0, rows}, [&](int row, int at, Floats gate) {
-                float* x = given(row) + at;
-                store(x, gated(l.activation, grown(l.on_given_gate, row, at, gate), load<Floats>(x)));
+            product(own, l.token_gate, s.to_mlp, {0, rows}, [&](int row, int at, Floats gate) {
+                float* x = token(row) + at;
+                store(x, gated(l.activation, grown(l.on_token_gate, row, at, gate), load<Floats>(x)));
             });
             for (int row = 0; row < rows; row++)
-                s.to_down.set({0, rows}, row, l.given_out, given(row), width, own.from * LANES, own.to * LANES);
+                s.to_down.set({0, rows}, row, l.token_out, token(row), width, own.from * LANES, own.to * LANES);
         });
-        if (l.on_given_out && pass.adapters) each_row([&](int row, ThreadScratch&) { shrink(l.on_given_out, row, given(row), width); });
-        multiply(l.given_out, s.to_down, s.added.data(), hidden, l.on_given_out);
-        each_row([&](int row, ThreadScratch&) { add(row, l.after_given, 1.0f, true); });
+        if (l.on_token_out && pass.adapters) each_row([&](int row, ThreadScratch&) { shrink(l.on_token_out, row, token(row), width); });
+        multiply(l.token_out, s.to_down, s.added.data(), hidden, l.on_token_out);
+        each_row([&](int row, ThreadScratch&) { add(row, l.after_token, 1.0f, true); });
     }
 
     // Adds a row to the stream. At the end of every layer (`last`), the stream is scaled and rounded, so it does not matter where

@@ -101,13 +101,9 @@ void store_rows(const Attending& a, std::vector<AttentionState::Local>& locals, 
     team.split(a.v ? 2 * kv : kv, 1, [&](Span own, int thread) {
         AttentionState::Local& local = locals[thread];
         for (int i = own.from; i < own.to; i++)
-            local.attentions.with(a.view->kind, [&](auto& attention) {
-                using Stored = typename std::decay_t<decltype(attention)>::Element;
-                for (const Slot* slot = a.view->slots; slot < a.view->slots + a.slots; slot++)
-                    write_head<Stored>(*slot, i < kv ? slot->keys : slot->values, a.layer, *a.heads, i % kv, [&](int row) {
-                        load_head<Element>(local.row.data(), a, i < kv ? a.k : a.v, row, i % kv, kv);
-                        return local.row.data();
-                    });
+            store_head(local.attentions, *a.view, a.slots, a.layer, *a.heads, i % kv, i >= kv, [&](int row) {
+                load_head<Element>(local.row.data(), a, i < kv ? a.k : a.v, row, i % kv, kv);
+                return local.row.data();
             });
     });
 }
@@ -161,8 +157,8 @@ bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     if (pass.reduce) return false;  // all processes must exchange sums in the same order
     int views = 0;
     for (const Layer* l = layers; l < layers + count; l++) {
-        // Every group would read the weights of nearly all experts.
-        if (l->mixture()) return false;
+        // Every group would read the weights of nearly all experts. A recurrent layer's stretches are not cut.
+        if (l->mixture() || l->delta) return false;
         views = std::max(views, l->view + 1);
     }
     return groups.cut(pass, views, count);
@@ -308,7 +304,7 @@ EXPORTED int paceline_delta(const Delta* delta, int threads) {
 EXPORTED void paceline_convolve(const ShortConvolution* convolution, int threads) {
     Team team(threads);
     team.split(convolution->rows, 1, [&](Span rows, int) {
-        for (int row = rows.from; row < rows.to; row++) convolution->run(row);
+        for (int row = rows.from; row < rows.to; row++) convolution->run(row, convolution->out + int64_t(row) * convolution->channels);
     });
 }
 

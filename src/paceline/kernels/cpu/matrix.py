@@ -31,7 +31,7 @@ _UNIT = 256
 """A row width that every kind supports."""
 
 GATES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
-"""Gated activations (`kernels.activations.ACTIVATIONS`), as numbered in layer.h."""
+"""Gated activations (`kernels.activations.ACTIVATIONS`), as numbered in functions.h."""
 
 FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels support -> their kinds."""
@@ -44,10 +44,15 @@ _PIECE = 1 << 24
 """Bytes to pack before the mapped pages that they come from are released."""
 
 
+def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """Return the fields of a C structure, in order. Each group is a type and its names."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
 class CMatrix(Structure):
     """`Matrix` of inputs.h."""
 
-    _fields_ = (("kind", c_int32), ("out", c_int32), ("width", c_int32), ("weights", c_void_p), ("bias", c_void_p))
+    _fields_ = fields((c_int32, "kind out width"), (c_void_p, "weights bias"))
 
 
 class Matrix:

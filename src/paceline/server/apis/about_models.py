@@ -1,4 +1,4 @@
-"""Endpoints about models: what is served, its settings, its slots and its load; and Ollama's download of models.
+"""Endpoints about models: the served models, their settings, slots and load; and Ollama's download of models.
 
 Clients of OpenAI and Anthropic read /v1/models, clients of Ollama /api/tags, /api/ps and /api/show, clients of
 llama.cpp /props and /slots.
@@ -45,7 +45,7 @@ _SAME = (
 
 
 def properties(model: LoadedModel, source: ModelSource) -> dict[str, Any]:
-    """Describe a model. Of its path only the last part is shown."""
+    """Describe a model. Only the last part of its path is shown."""
     llm, words = model.llm, model.llm.tokenizer
     sampling = llm.sampling()
     params = {name: getattr(sampling, name) for name in _SAME}
@@ -177,7 +177,7 @@ def _slots(model: LoadedModel | None) -> list[dict[str, Any]]:
 
 
 def _save(slot: str, filename: str, model: LoadedModel) -> dict[str, Any]:
-    """Write all texts that memory has and the folder lacks. Raises `ApiError` 503 if that fails."""
+    """Write all texts in memory that are not in the folder yet. Raises `ApiError` 503 if that fails."""
     number, disk, began = _number(slot, model), _folder(model), time.perf_counter()
     missing = model.llm.engine.write_prefixes()
     if not disk.wait(_LONGEST) or {*missing} & {*model.llm.engine.write_prefixes()}:
@@ -434,7 +434,7 @@ class OllamaModels:
 
 
 def _facts(source: ModelSource, model: LoadedModel | None) -> Callable[[], ModelFacts]:
-    """Return a function that reads the facts about a model from its files. For a loaded model, some facts come from the
+    """Return a function that reads facts about a model from its files. For a loaded model, some facts come from the
     model itself. They are collected now, so that the function does not keep the model in memory."""
     if model is None:
         return partial(_read, source.path)

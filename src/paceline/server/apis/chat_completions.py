@@ -71,9 +71,9 @@ class PredictedContent(Strict):
     ),
     only((1,), "best_of", "only /v1/completions has it"),
     only((False,), "echo", "`continue_final_message` continues a message"),
-    only((False,), "add_special_tokens", "the chat template has the special tokens"),
-    only((True,), "include_reasoning", "reasoning is returned apart from the text"),
-    only((True,), "parse_tool_calls", "calls are parsed where tools are sent"),
+    only((False,), "add_special_tokens", "the chat template adds the special tokens"),
+    only((True,), "include_reasoning", "reasoning is returned separately from the text"),
+    only((True,), "parse_tool_calls", "calls are parsed if tools are sent"),
     only(([],), "documents", "put documents into a message"),
     only(("",), "chat_template", "the model's own template is used"),
     only((), "input_ids", "/v1/completions takes token ids"),
@@ -113,7 +113,7 @@ class ChatRequest(ThinkingBudgets, RequestBody):
         Annotated[Effort, Field(description="none: as `reasoning` off; others are passed to the chat template.")] | None
     ) = None
     reasoning_format: (
-        Annotated[Literal["none", "auto", "deepseek"], Field(description="none: reasoning is not split off.")] | None
+        Annotated[Literal["none", "auto", "deepseek"], Field(description="none: reasoning is part of the text.")] | None
     ) = None
 
     # Names that other servers use
@@ -200,10 +200,10 @@ class ChatRequest(ThinkingBudgets, RequestBody):
             )
         if len(self._efforts) > 1:
             names = [*self._efforts.values()]
-            raise WrongParameter(f"{' and '.join(names)} must not differ. Send one of them", names[0])
+            raise WrongParameter(f"{' and '.join(names)} have different values. Send one of them", names[0])
         if self.add_generation_prompt and self.continue_final_message:
             raise WrongParameter(
-                "continue_final_message and add_generation_prompt exclude each other. Send one of them",
+                "continue_final_message and add_generation_prompt are mutually exclusive. Send one of them",
                 "continue_final_message",
             )
         return self

@@ -1,4 +1,4 @@
-"""/v1/completions: text as it is, without a chat template; one prompt or many. Its choices and those of chats."""
+"""/v1/completions: continuing one or many texts without a chat template. Also the choices of chat completions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CompletionRequest(RequestBody):
 
     @property
     def ranked(self) -> bool:
-        """True if only the likeliest replies are returned."""
+        """True if only the most likely replies are returned."""
         return self.samples > (self.n or 1)
 
     @model_validator(mode="after")
@@ -72,7 +72,7 @@ class CompletionRequest(RequestBody):
             raise WrongParameter(f"best_of must be >= n, got {self.best_of} with n={self.n}", "best_of")
         if self.ranked and (self.stream or self.echo):
             raise WrongParameter(
-                "best_of beyond n cannot be combined with stream or echo: the best is known at the end", "best_of"
+                "best_of > n cannot be combined with stream or echo: the best reply is only known at the end", "best_of"
             )
         if self.suffix and self.echo and self.logprobs is not None:
             raise WrongParameter("suffix cannot be combined with echo and logprobs", "suffix")
@@ -111,7 +111,7 @@ class Choice(ABC):
         """Return the first event of a stream, if there is something to send before the first round."""
 
     def add_round(self, round_: ReplyRound) -> list[dict[str, Any]]:
-        """Add a round and return its events. The one with the finish reason has no other content."""
+        """Add a round and return its events. The event with the finish reason has no other content."""
         events = self._events(round_)
         if reason := round_.chunks[-1].finish_reason:
             self.finish_reason = self._finish(reason)
@@ -259,7 +259,7 @@ class TextChoice(Choice):
 
 
 class BestOfEncoder(ChoicesEncoder):
-    """The likeliest of several completions: the ones with the highest mean log-probability per token."""
+    """The most likely of several completions: the ones with the highest mean log-probability per token."""
 
     def __init__(self, body: CompletionRequest, prepared: Prepared, choices: Sequence[TextChoice]) -> None:
         super().__init__(body, prepared, _KINDS, choices)

@@ -113,7 +113,7 @@ class InfillEncoder(Encoder):
 
 
 class Infill(Api[InfillRequest]):
-    """llama.cpp's filling of gaps."""
+    """Filling gaps, as in llama.cpp's server."""
 
     path = "/infill"
     body = InfillRequest

@@ -63,7 +63,7 @@ threads."""
 
 BILLING = "x-anthropic-billing-header:"
 """Beginning of a text that Claude Code puts before its instructions. The text is removed, because it differs in every
-request, so that no prefix could be reused."""
+request and would prevent the reuse of prefixes."""
 
 
 class TextBlock(Lenient):
@@ -213,7 +213,7 @@ class ToolChoice(Strict):
     @model_validator(mode="after")
     def _check_name(self) -> ToolChoice:
         if (self.name is not None) != (self.type == "tool"):
-            raise ValueError("a tool_choice of type 'tool' must have a name, and no other may")
+            raise ValueError("a tool_choice of type 'tool' must have a name, and other types must not")
         return self
 
 
@@ -493,7 +493,7 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""By the kind of a block: the type of its deltas, and the key of their text."""
+"""Kind of a block -> type of its deltas, and key of their text."""
 
 
 def _delta(block: ReplyBlock, kind: str, **more: str) -> Event:

@@ -55,14 +55,14 @@ from paceline.server.worker import ReplyRound
     ignored(
         "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep "
         "num_thread numa use_mlock use_mmap vocab_only",
-        "the model is loaded already",
+        "the model is already loaded",
     ),
     ignored("mirostat_eta mirostat_tau penalize_newline", "settings of samplers that are off"),
     only((0,), "mirostat", "this sampler is not implemented"),
     only((1,), "tfs_z", "this sampler is not implemented"),
 )
 class OllamaOptions(OllamaObject):
-    """`options` of a request. Options of the machine have no effect, because the model is already loaded."""
+    """`options` of a request. Options for the machine have no effect, because the model is already loaded."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31, description="0, -1, -2: as many as fit.")] | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
@@ -97,7 +97,7 @@ def _lower(role: Any) -> Any:
 
 
 def _as_images(value: Any) -> list[str]:
-    """Return images as texts. One that is no text is refused later, if the model sees it at all."""
+    """Return images as texts. An image that is not text is refused later, if the model sees it at all."""
     return [text_or_nothing(one) for one in value] if isinstance(value, list) else []
 
 
@@ -314,7 +314,7 @@ class OllamaGenerate(_OllamaApi[OllamaGenerateRequest]):
             return None
         prompt = body.prompt or ""
         if body.images and (body.raw or body.suffix):
-            raise bad_request("images exclude raw and suffix. Leave one out, or send images to /api/chat", "images")
+            raise bad_request("images do not work with raw or suffix. Send images to /api/chat", "images")
         if body.raw or body.suffix:
             return body.request(TextPrompt(texts=[prompt], after=body.suffix or None))
         system = [ChatMessage(role="system", content=body.system)] if body.system else []

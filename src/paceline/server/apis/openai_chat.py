@@ -1,8 +1,8 @@
 """Messages and tools of chats in OpenAI's shape, which Ollama's API and the requests about prompts share.
 
 Tools that take free text, which OpenAI calls custom, are shown to the model as functions of one string. A custom tool's
-grammar becomes a pattern of that string if it is regular: if its rules do not refer to themselves. Codex's
-`apply_patch` is such a tool. Like the schema of any function it holds where the call is forced.
+grammar becomes a pattern of that string if it is regular, which means that no rule refers to itself. Codex's
+`apply_patch` is such a tool. Like the schema of any function, the pattern only applies to forced calls.
 """
 
 from __future__ import annotations

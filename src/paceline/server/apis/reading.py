@@ -1,4 +1,4 @@
-"""Requests whose prompts are read, without a reply: vectors of texts, and the relevance of documents.
+"""Requests whose prompts are only read: vectors of texts, and the relevance of documents.
 
 /v1/embeddings, /api/embed and /api/embeddings return vectors. A vector is the mean of the model's last hidden states,
 with length 1.
@@ -40,7 +40,7 @@ PromptJobs = tuple[Sequence[ReplyJob], Answer]
 """The jobs that read the prompts of a request, and its answer, which does not keep the request's body."""
 
 _MOST_TEXTS = 128
-"""Texts or documents of one request; more may not fit into the queue."""
+"""Maximum number of texts or documents in a request. More might not fit into the queue."""
 
 
 def _reading_job(llm: LLM, tokens: Sequence[int], reader: PooledStates | RelevanceReader) -> ReplyJob:
@@ -86,18 +86,16 @@ class EmbeddingsRequest(NamedBody):
     user: Ignored = None
 
 
-@accepts(ignored("options keep_alive", "the model is loaded already"))
+@accepts(ignored("options keep_alive", "the model is already loaded"))
 class OllamaEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embed."""
 
     input: Text | Texts
-    truncate: Annotated[bool, Field(description="Cut texts that are too long. True unless said otherwise.")] | None = (
-        None
-    )
+    truncate: Annotated[bool, Field(description="Cut texts that are too long. True by default.")] | None = None
     dimensions: Dimensions | None = None
 
 
-@accepts(ignored("options keep_alive", "the model is loaded already"))
+@accepts(ignored("options keep_alive", "the model is already loaded"))
 class OllamaPromptEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embeddings, the older form of /api/embed, for one text."""
 
@@ -189,7 +187,7 @@ def _vectors(
         ApiError: 400 if there are too many texts or dimensions, or a text is too long. The function raises it too, for
             models whose number of dimensions is known only then.
     """
-    if isinstance(llm.model.target, Decoder):  # others show the size of their states when these are there
+    if isinstance(llm.model.target, Decoder):  # with other targets, the size of a state is known after the first pass
         _check_dimensions(size, llm.model.target.config.hidden)
     texts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     if len(texts) > _MOST_TEXTS:
@@ -212,7 +210,7 @@ def _vectors(
 
 def _check_dimensions(size: int | None, most: int) -> None:
     if size and size > most:
-        raise bad_request(f"dimensions must be <= {most}, the model's, got {size}", "dimensions")
+        raise bad_request(f"dimensions must be <= {most}, as many as the model has, got {size}", "dimensions")
 
 
 def _tokens(llm: LLM, settings: Settings, text: Any, param: str, cut: bool) -> list[int]:
@@ -233,7 +231,7 @@ def _packed(vector: Sequence[float]) -> str:
 # Relevance
 
 _MARK = "reranker"
-"""Part of the names of models that can judge."""
+"""Part of the names of models that can judge documents."""
 _TOKENS = ("yes", "no", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 """Tokens of the family."""
 _TASK = "Given a web search query, retrieve relevant passages that answer the query"
@@ -257,7 +255,7 @@ class RerankRequest(NamedBody):
     documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
     top_n: Annotated[int | None, Field(ge=1, description="Results to return; all unless set.")] = None
     return_documents: bool | None = None
-    instruction: Annotated[Text | None, Field(description="The task that the model is told.")] = None
+    instruction: Annotated[Text | None, Field(description="The task to tell the model.")] = None
     user: Ignored = None
 
     @property

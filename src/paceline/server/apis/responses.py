@@ -65,8 +65,8 @@ class _Continuing(Api[Asked]):
         return super().pool(body, "long" if is_long else by_size)
 
     def conversation(self, body: Asked) -> list[Item]:
-        """Return the stored items that a request continues, and its own. Raises `ApiError` 400, also for a new part
-        that is not text."""
+        """Return the stored items that a request continues, and its own items. Raises `ApiError` 400, also for a new
+        part that is not text."""
         last = body.input[-1] if body.input else None
         if isinstance(last, MessageItem) and not isinstance(last.content, str):
             kinds = ["" if part.textual else part.type for part in last.content]
@@ -122,7 +122,7 @@ class Responses(_Continuing[ResponsesRequest]):
 
 
 def _document(body: ResponsesRequest, prepared: Prepared) -> dict[str, Any]:
-    """Return a response without output, with what it repeats of its request."""
+    """Return a response without output, with the parameters that it repeats from its request."""
     dumped = body.model_dump(include={"text", "tool_choice"}, exclude_none=True, by_alias=True)
     sampling = prepared.sampling
     return {
@@ -183,8 +183,8 @@ class ResponsesEncoder(Encoder):
         return [event for block_event in self._reply.add(round_) for event in self._events(block_event, round_)]
 
     def heartbeat(self) -> Event:
-        """Return an empty delta of the last item. Before there is one, return `response.in_progress` again: an event
-        that every client knows, but which some take for the whole output so far. What may be long is left out."""
+        """Return an empty delta of the last item. Before the first item, return `response.in_progress` again, without
+        its long fields. Every client knows this event, but some clients take it for the whole output so far."""
         if not self._reply.open:
             short = {**self._document, "instructions": None, "tools": []}
             return self._event("response.in_progress", response={**short, "output": self._output})
@@ -257,7 +257,7 @@ class ResponsesEncoder(Encoder):
         return [self._of_item("response.function_call_arguments.delta", delta=text)] if text else []
 
     def _count(self, more: Any) -> None:
-        """Count more of the output, so that the whole need not be measured at the end."""
+        """Count more of the output, so that it need not be measured as a whole at the end."""
         if self._stored:
             self._stored.count(dumps(more).decode())
 
@@ -388,7 +388,7 @@ class CompactionEncoder(Encoder):
         return [{"type": "response.compaction", **self.document(usage)}]
 
     def document(self, usage: Usage) -> dict[str, Any]:
-        """Return the whole answer. Raises `ApiError` without a summary: the conversation would be lost."""
+        """Return the whole answer. Raises `ApiError` without a summary, because the conversation would be lost."""
         if not self._reply.text.strip():
             raise bad_request("the model wrote no summary. Start a new conversation, or send a shorter one", "input")
         summary = {"type": "compaction", "id": f"cmp_{uuid.uuid4().hex}", "encrypted_content": packed(self._reply.text)}

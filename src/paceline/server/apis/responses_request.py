@@ -419,7 +419,7 @@ class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
     previous_response_id: Id | None = None
     store: bool | None = None
     truncation: (
-        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items that do not fit.")]
+        Annotated[Literal["auto", "disabled"], Field(description="auto: leave out the oldest items if not all fit.")]
         | None
     ) = None
     include: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=32)] | None = None

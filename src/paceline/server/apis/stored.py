@@ -92,15 +92,15 @@ class ResponseStore:
             del self._kept[name]
 
     def length(self, name: str | None) -> int:
-        """Return the characters of a conversation, as far as it is stored."""
+        """Return the number of characters in the stored part of a conversation."""
         return sum(response.length for response in self._known(name))
 
     def has_images(self, name: str | None) -> bool:
-        """Return True if a conversation contains images, as far as it is stored."""
+        """Return True if the stored part of a conversation contains images."""
         return any(image_chars(response.input) for response in self._known(name))
 
     def _known(self, name: str | None) -> Iterator[StoredResponse]:
-        """Yield a response and the responses that it continues, the last one first, as far as they are stored."""
+        """Yield a response and the stored responses that it continues, the last one first."""
         while name is not None and (response := self._kept.get(name)):
             yield response
             name = response.previous
@@ -139,10 +139,10 @@ Document = Callable[[Request, Callable[[], Any]], Awaitable[Response]]
 
 
 class ResponseRoutes:
-    """Stored responses, and what they answered."""
+    """Stored responses, and the items that they answered."""
 
     def __init__(self, store: ResponseStore, document: Document) -> None:
-        """`document`: answers a request with what a function returns."""
+        """`document`: answers a request with the result of a function."""
         self._store, self._document = store, document
 
     async def response(self, request: Request, response_id: str) -> Response:

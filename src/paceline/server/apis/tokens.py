@@ -56,8 +56,8 @@ class TokenizeRequest(PromptRequest):
         Annotated[
             bool,
             Field(
-                description="Whether special tokens that are spelled out become tokens: by default true for text, and "
-                "for messages as --special-tokens-in-messages says."
+                description="True: special tokens that are spelled out become tokens. The default is true for text; "
+                "for messages, --special-tokens-in-messages decides."
             ),
         ]
         | None

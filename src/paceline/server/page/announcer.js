@@ -1,4 +1,4 @@
-// Announces a reply to screen readers, in whole sentences: token by token would be noise.
+// Announces a reply to screen readers in whole sentences, because single tokens would be noise.
 import { $ } from "./dom.js";
 
 export class Announcer {

@@ -10,7 +10,7 @@ export class ServerError extends Error {
   }
 }
 
-// For this tab only, until it is closed.
+// The key is kept for this tab only, until the tab is closed.
 export const keepKey = (key) => keptInTab.set("api-key", key);
 const key = () => keptInTab.get("api-key");
 
@@ -57,7 +57,7 @@ export async function* chat(body, signal) {
   }
 }
 
-// Shows the text of a server that sends no trace.
+// A server that sends no trace still sends text.
 const untraced = (content) => (content ? [{ text: content, origin: "plain" }] : []);
 
 /** The events of a stream of `data:` lines, parsed, up to `[DONE]`. */

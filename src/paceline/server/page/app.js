@@ -72,20 +72,20 @@ const turnActs = {
   raise: settings.showLimit,
 };
 
-/** Answers a turn again. `keeping`: what was shown there, with the turns after it, stays as another version. */
+/** Answers a turn again. `keeping`: the old reply and the turns after it stay as another version. */
 async function renew(turn, prompt, attempt, keeping = true) {
   turn.renew(prompt, attempt, keeping ? tail(turn) : null);
   drop(current.turns.indexOf(turn) + 1);
   await answer(turn);
 }
 
-/** A turn and those after it, without the turn's other versions. */
+/** A turn and the turns after it, without its other versions. */
 function tail(turn) {
   const [first, ...later] = current.turns.slice(current.turns.indexOf(turn)).map((one) => one.saved());
   return [{ ...first, versions: undefined, version: undefined }, ...later];
 }
 
-/** Removes the turns from an index on. */
+/** Removes all turns from this index on. */
 function drop(index) {
   for (const turn of current.turns.splice(index)) turn.element.remove();
 }
@@ -100,7 +100,7 @@ function history(turn, system) {
 
 const asked = ({ prompt, files: attached }) => files.content(prompt, attached);
 
-/** Gets a reply from the server. `more`: goes on with the reply that there is. */
+/** Gets a reply from the server. `more`: continues the existing reply. */
 async function answer(turn, more = false) {
   const owner = current;
   const chosen = settings.read();
@@ -149,13 +149,13 @@ const effective = (name, body, model) => body[name] ?? model.paceline?.sampling?
 
 /** Sends the same request without speculation, for a second column, and compares the replies. */
 async function compareWithout(turn, on, off, { first, body, parallel, about }) {
-  // The reply with speculation goes first, because its drafter must not learn from the other one. That the second finds
-  // its prompt in the prefix cache does not matter: the rate does not include the prompt.
+  // The reply with speculation goes first, because its drafter must not learn from the other one. The second reply finds
+  // its prompt in the prefix cache, but this does not matter: the rate does not include the prompt.
   if (!parallel) {
     const notice = off.say("Waiting, so that each reply has the machine to itself.");
     const fine = await first;
     notice.remove();
-    if (!fine || about.signal.aborted) return void off.say("Not started: the other reply did not finish.");
+    if (!fine || about.signal.aborted) return void off.say("Not started, because the other reply did not finish.");
   }
   const done = await Promise.all([first, stream(off, { ...body, speculation: "off" }, turn, about)]);
   if (!done.every(Boolean)) return;
@@ -196,7 +196,7 @@ async function stream(reply, body, turn, { model, more, signal, announcer }) {
   }
 }
 
-/** Says for how long a model has been loading; returns a function that ends it, called with whether it is loaded. */
+/** Shows how long a model has been loading. Returns a function that ends this. Its argument: true if the model is loaded. */
 function loading(reply, id) {
   const began = performance.now();
   const line = reply.say("");
@@ -212,15 +212,15 @@ function loading(reply, id) {
   };
 }
 
-/** Tells why a reply was cut after so many tokens. */
+/** Shows why a reply was cut off after so many tokens. */
 function end(reply, { max_tokens: limit }, tokens) {
   if (tokens >= limit) reply.limit = limit;
-  else reply.say("Cut because the conversation fills the model’s context. A new chat has room.");
+  else reply.say("Cut off because the conversation fills the model’s context. Start a new chat.");
 }
 
 function fail(reply, error, again) {
   if (error.status === 401) askKey();
-  const message = error instanceof ServerError ? error.message : `The page failed: ${error.message}`;
+  const message = error instanceof ServerError ? error.message : `Something went wrong on this page: ${error.message}`;
   const line = reply.say(error.status === 401 ? "The server requires an API key. Enter it above." : message, "problem");
   line.setAttribute("role", "alert");
   line.after(textButton("Try again", async () => (await ready()) && again()));
@@ -237,7 +237,7 @@ function busy(turn) {
 let atEnd = true;
 let height = 0;
 addEventListener("scroll", () => {
-  // Only a move upwards is the reader's: new text since the last scroll moves the end of the page away, too.
+  // Only the reader scrolls upwards. A larger distance from the end is not enough, because new text has the same effect.
   const near = scrollY + innerHeight > document.documentElement.scrollHeight - 60;
   atEnd = near || (atEnd && scrollY >= height);
   height = scrollY;
@@ -250,7 +250,7 @@ function stop() {
   field.focus();
 }
 
-/** Stops the running reply, and waits until what there is of it is kept. */
+/** Stops the running reply, and waits until its text so far has been stored. */
 async function settle() {
   running?.controller.abort();
   await running?.done;
@@ -258,12 +258,12 @@ async function settle() {
 
 const stored = (conversation) => ({ ...conversation, turns: conversation.turns.map((turn) => turn.saved()) });
 
-/** Keeps a conversation in this browser, and shows the list. */
+/** Stores a conversation in this browser, and shows the list. */
 async function keep(conversation) {
   try {
     await store.put(stored(conversation));
   } catch (error) {
-    showStatus(`This browser does not keep the conversation: ${error.message}`);
+    showStatus(`This browser could not store the conversation: ${error.message}`);
   }
   await conversations.show(chatActs);
 }
@@ -294,7 +294,7 @@ const chatActs = {
   },
 };
 
-/** Shows a stored conversation, or a new one if it was deleted; returns whether it was found. */
+/** Shows a stored conversation, or a new one if it was deleted. Returns true if it was found. */
 async function load(id) {
   await settle();
   const { turns, ...rest } = (await store.get(id)) ?? empty();
@@ -309,7 +309,7 @@ async function load(id) {
   return true;
 }
 
-/** Follows what other tabs do with the conversations. */
+/** Follows changes that other tabs make to the conversations. */
 async function changed(id) {
   const idle = !running && !$("#turns .edit");
   await (id === current.id && idle ? load(id) : conversations.show(chatActs));

@@ -1,10 +1,10 @@
-// What speculation did in a reply: numbers, and an image of the drafted and accepted tokens of each round.
+// The effect of speculation on a reply: numbers, and an image of the drafted and accepted tokens of each round.
 import { make, svg } from "./dom.js";
 
 const COLUMNS = { line: 40, chart: 80 }; // More rounds share a column.
 const NUMBERS = ["tok/s", "tokens per round", "accepted", "tokens", "rounds"];
 
-/** Numbers in one line; the line opens to the image. */
+/** Numbers in one line, which opens to show the image. */
 export class Statistics {
   constructor() {
     this.values = Object.fromEntries(NUMBERS.map((name) => [name, make("b")]));

@@ -9,9 +9,11 @@ export function verdict(on, off, { fair, guarantee }) {
     return { same: true, head: "Same text, token for token.", rest: `${count(at)}. ${speed(on, off, fair)}` };
   }
   if (at === shorter && !(on.finish && off.finish)) {
-    return { same: true, head: "Same text up to the shorter reply's end.", rest: `${count(at)}, then one was stopped.` };
+    return { same: true, head: "Same text up to the end of the shorter reply.", rest: `${count(at)}, then one reply was stopped.` };
   }
-  const reason = guarantee === "bits" ? "This should not happen: please report it." : "This model is exact up to rounding here.";
+  const reason = guarantee === "bits"
+    ? "This should not happen: please report it."
+    : "This can happen: on this machine, the model is exact up to rounding only.";
   return { same: false, at, head: `The texts differ from token ${at + 1} on.`, rest: reason };
 }
 
@@ -27,5 +29,5 @@ const count = (n) => (n === 1 ? "1 token" : `${n} tokens`);
 function speed(on, off, fair) {
   if (!on.rate || !off.rate) return "";
   const times = `With speculation ${(on.rate / off.rate).toFixed(2)} times the tokens per second`;
-  return fair ? `${times}.` : `${times}, but they shared the machine: for a fair timing let them run one after the other.`;
+  return fair ? `${times}.` : `${times}, but the replies shared the machine. For fair timing, let them run one after the other.`;
 }

@@ -4,9 +4,9 @@ import { $ } from "./dom.js";
 import * as models from "./models.js";
 
 const form = $("#key-form");
-const WRONG_KEY = "The server does not know this key. Enter a key that it was started with: --api-key or PACELINE_API_KEY.";
+const WRONG_KEY = "The server does not accept this key. Enter a key that it was started with: --api-key or PACELINE_API_KEY.";
 
-/** Asks the server for its models, and for a key if it requires one; returns whether it has a model. `wanted`: its id. */
+/** Asks the server for its models, and the user for a key if necessary. Returns true if there is a model. `wanted`: its id. */
 export async function connect(wanted) {
   try {
     await models.refresh(wanted);
@@ -25,13 +25,13 @@ export function showStatus(text) {
 }
 
 export function askKey() {
-  // No error before the first key was tried.
+  // Show no error before the first key was tried.
   $("#key-error").textContent = form.hidden ? "" : WRONG_KEY;
   form.hidden = false;
   $("#key").focus();
 }
 
-/** `connected`: called once a key was right. */
+/** `connected`: called once the server has accepted a key. */
 export function start(connected) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();

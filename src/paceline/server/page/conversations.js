@@ -6,7 +6,7 @@ import * as store from "./store.js";
 const list = $("#list");
 const notice = $("#chats-notice");
 const search = $("#search");
-const PAUSE = 150; // Milliseconds without a key until the conversations are searched.
+const PAUSE = 150; // Milliseconds without a keystroke until the conversations are searched.
 let shows = 0;
 const TITLE = 60; // Characters.
 
@@ -27,7 +27,7 @@ export async function show(acts) {
   search.hidden = !all.length;
   const none = $("#chats-none");
   none.hidden = entries.length > 0;
-  none.textContent = words ? "No conversation contains these words." : "Conversations are kept in this browser only.";
+  none.textContent = words ? "No conversation contains these words." : "Conversations are kept only in this browser.";
 }
 
 export function startSearch(acts) {
@@ -38,7 +38,7 @@ export function startSearch(acts) {
   });
   search.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || !search.value) return;
-    event.preventDefault(); // Escape closes the panel otherwise.
+    event.preventDefault(); // Otherwise, Escape closes the panel.
     search.value = "";
     show(acts);
   });
@@ -101,7 +101,7 @@ async function save(id) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-/** Deletes a conversation; until the next deletion it can be brought back. */
+/** Deletes a conversation. Until the next deletion, it can be restored. */
 async function remove(id, title, acts) {
   await acts.ending();
   const body = await store.get(id);

@@ -34,7 +34,7 @@ const ICONS = {
   settings: "M3 6h7M14 6h3M3 14h3M10 14h7M12 4a2 2 0 1 0 0 4 2 2 0 0 0 0-4zM8 12a2 2 0 1 0 0 4 2 2 0 0 0 0-4z",
 };
 
-/** One of the page's icons, for the eye alone. */
+/** One of the page's icons. Screen readers skip it. */
 export function icon(name) {
   const image = svg("svg", { viewBox: "0 0 20 20", width: 18, height: 18, "aria-hidden": "true", class: "icon" });
   image.append(svg("path", { d: ICONS[name] }));
@@ -49,7 +49,7 @@ export function textButton(text, act) {
   return element;
 }
 
-/** A button with an icon. Without a text it shows its icon alone, and `label` is its accessible name and tool tip. */
+/** A button with an icon. Without a text, it shows only its icon; `label` is its accessible name and tooltip. */
 export function button(label, name, act, text = "") {
   const element = make("button", text ? "" : "bare", icon(name), ...(text ? [text] : []));
   element.type = "button";
@@ -63,7 +63,7 @@ function name_(element, label) {
   element.title = label;
 }
 
-/** A button that copies what `text` returns, and says so for a moment. */
+/** A button that copies the result of `text`, and says so for a moment. */
 export function copyButton(text, label, shown = "") {
   const element = button(label, "copy", async () => {
     const done = await copy(text());
@@ -77,7 +77,7 @@ export function copyButton(text, label, shown = "") {
   return element;
 }
 
-/** Copies a text; returns whether that is allowed. Away from localhost, without TLS, there is only the old way. */
+/** Copies a text. Returns true if the browser allows this. Without TLS, only localhost has the modern API. */
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -95,7 +95,7 @@ async function copy(text) {
   }
 }
 
-/** Resolves at the next frame, or soon, where the tab is hidden and has none. */
+/** Resolves at the next frame, or soon if the tab is hidden and has no frames. */
 export function frame() {
   return new Promise((resolve) => {
     const timer = setTimeout(resolve, 250);
@@ -106,7 +106,7 @@ export function frame() {
   });
 }
 
-/** Values in one of the browser's stores, where it allows that. */
+/** Values in one of the browser's stores, if the browser allows this. */
 const keeper = (storage) => ({
   get(name) {
     try {

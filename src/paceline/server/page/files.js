@@ -1,4 +1,4 @@
-// Text files and images that go with a message: chosen, dropped or pasted. An image is {name, text: "", image: its data URL}.
+// Text files and images that are sent with a message: chosen, dropped or pasted. An image is {name, text: "", image: data URL}.
 import { $, button, make } from "./dom.js";
 import { chosen } from "./models.js";
 
@@ -63,7 +63,7 @@ async function add(list) {
   $("#prompt").focus();
 }
 
-/** Whether the chosen model sees images. One that is not loaded may. */
+/** Returns true if the chosen model may see images. This is not known before the model is loaded. */
 function sees() {
   const { loaded, modalities = [] } = chosen()?.paceline ?? {};
   return loaded === false || modalities.includes("image");
@@ -130,7 +130,7 @@ export function start() {
   });
   $("#prompt").addEventListener("paste", (event) => {
     const { files: pasted, types } = event.clipboardData;
-    // Some programs copy a text together with an image of it.
+    // Some programs copy a text together with an image of the text.
     if (!pasted.length || types.includes("text/plain")) return;
     event.preventDefault();
     add([...pasted]);

@@ -1,19 +1,19 @@
-// TeX formulas as MathML, by Temml 0.13.5: the folder temml/ holds its files as npm has them, and its licence.
+// TeX formulas as MathML, by Temml 0.13.5. The folder temml/ contains its files from npm, unchanged, and its licence.
 import { make } from "./dom.js";
 
 const LONGEST = 4000; // Characters of a formula.
-const DEEPEST = 60; // Elements inside one another.
+const DEEPEST = 60; // Levels of nested elements.
 const KEPT = 50_000; // Characters of formulas whose elements are kept, because a growing paragraph is drawn again and again.
 
 // A short formula can define macros that expand to millions of tokens.
 const DEFINES = /\\(?:[egx]?def|let|futurelet|(?:new|renew|provide)command)(?![a-zA-Z])/;
-// Words between two signs, such as those of the prices in "from $10 to 20$".
+// Words between two dollar signs, such as in the prices "from $10 to 20$".
 const PROSE = /\p{L}{2,}\s+(?:\p{L}\s+)*\p{L}{2,}|^\d[\d.,]*\s+\p{L}{2,}\s/u;
 
 const drawn = new Map();
 let kept = 0;
 
-/** Returns a new element of a formula, or null if it is none. `display`: it has a line of its own. */
+/** Returns a new element for a formula, or null if the text is not a formula. `display`: it has a line of its own. */
 export function formula(tex, display) {
   const key = `${display} ${tex}`;
   if (!drawn.has(key)) {

@@ -1,9 +1,9 @@
-// Emphasis, code, formulas and links within a line of Markdown. Text only ever becomes text nodes, no image is fetched, and links lead
-// to http, https and mailto alone. HTML is shown as it is written.
+// Emphasis, code, formulas and links within a line of Markdown. Text only ever becomes text nodes, no image is fetched, and links
+// lead only to http, https and mailto. HTML is shown as text.
 import { make } from "./dom.js";
 import { formula } from "./formula.js";
 
-/** Levels of lists, quotations and emphasis within one another. */
+/** Maximum levels of nested lists, quotations and emphasis. */
 export const DEEPEST = 6;
 
 const SPECIAL = /[\\`*_~[!<$]|https?:\/\//g;
@@ -18,7 +18,7 @@ const TAGS = ["", "em", "strong"];
 /** Returns the nodes of a text with emphasis, code and links. */
 export function inline(text, depth = 0) {
   const nodes = [];
-  const missing = new Set(); // Marks that do not come again: searching for each of them twice would be slow.
+  const missing = new Set(); // Marks that do not occur again. Searching for them more than once would be slow.
   let plain = 0;
   let at = 0;
   while (at < text.length) {
@@ -59,7 +59,7 @@ const READERS = {
   h: address,
 };
 
-/** A formula in \\(...\\) or \\[...\\], or a character that is meant as it is. */
+/** A formula in \\(...\\) or \\[...\\], or an escaped character. */
 function backslash(text, at, depth, missing) {
   const next = text[at + 1] ?? "";
   const close = { "(": "\\)", "[": "\\]" }[next];
@@ -77,7 +77,7 @@ function dollars(text, at) {
   return whole ? typeset(text, at, tex, at + whole.length, display) : null;
 }
 
-/** A formula, or its source if it is none. After a line of its own follows no empty one. */
+/** A formula, or its source if it is not valid. The line break after a displayed formula is dropped. */
 function typeset(text, at, tex, end, display) {
   const element = formula(tex, display);
   if (!element) return { nodes: [text.slice(at, end)], end };

@@ -1,11 +1,11 @@
-// Details of a token, shown beside it on hover, keyboard focus or tap.
+// Details of a token, shown next to it on hover, keyboard focus or tap.
 import { $, make } from "./dom.js";
 import { tokenInfo } from "./views.js";
 
 const NAMES = {
   draft: "Drafted and accepted",
-  correction: "Corrected: the guess was wrong here",
-  bonus: "Bonus: all guesses were right, and one more",
+  correction: "Corrected: the guess was wrong",
+  bonus: "Bonus: all guesses were right, and the model added one more",
   plain: "Plain: nothing was drafted",
 };
 

@@ -1,8 +1,8 @@
-// Markdown as models write it, made into elements block by block. Every search is bounded, so that no text is slow.
+// Markdown as models write it, converted to elements block by block. Every search is bounded, so that no text is slow.
 import { copyButton, make } from "./dom.js";
 import { DEEPEST, inline } from "./inline.js";
 
-const LONGEST = 8000; // Characters after which a block ends, so that a growing one stays cheap to draw again.
+const LONGEST = 8000; // Characters after which a block ends, so that drawing a growing block again stays cheap.
 
 const FENCE = /^ {0,9}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+|$)/;
@@ -12,7 +12,7 @@ const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: {1,4}(?=\S)| *$)/;
 const DISPLAYED = /^ *(\$\$|\\\[)/;
 const DELIMITERS = /^\|?(?:[ \t]*:?-+:?[ \t]*\|)*(?:[ \t]*:?-+:?)?$/;
 
-/** The line at an offset: {text, end, next}, `next` where the following one begins. A long line counts as several. */
+/** The line at an offset: {text, end, next}. The following line begins at `next`. A long line counts as several. */
 function lineAt(source, at) {
   const part = source.slice(at, at + LONGEST);
   const length = part.indexOf("\n");
@@ -24,14 +24,14 @@ const BLANK = /\s*/y;
 const blank = (text) => !text.trim();
 const isTable = (source, line) => line.text.includes("|") && line.next < source.length && isDelimiters(lineAt(source, line.next).text);
 const isDelimiters = (text) => text.includes("-") && text.includes("|") && DELIMITERS.test(text.trim());
-/** Whether a line ends a paragraph. As in CommonMark a numbered item does so only if it is the first. */
+/** Returns true if a line ends a paragraph. As in CommonMark, a numbered item does so only if it has the number 1. */
 const begins = (source, line) =>
   FENCE.test(line.text) || HEADING.test(line.text) || RULE.test(line.text) || QUOTE.test(line.text) || DISPLAYED.test(line.text) ||
   /^ *[-*+] +\S|^ *1[.)] +\S/.test(line.text) || isTable(source, line);
 
 /**
- * Returns the first block at or after an offset: {kind, start, end, text, ...}, or null. `final`: whether it stays as it is
- * when the source grows. `seen`: an offset up to which a code block that begins here is known to be open.
+ * Returns the first block at or after an offset: {kind, start, end, text, ...}, or null. `final`: true if the block cannot
+ * change when the source grows. `seen`: an offset up to which a code block that begins here is known to be open.
  */
 export function nextBlock(source, from, seen = 0) {
   BLANK.lastIndex = from;
@@ -44,7 +44,7 @@ export function nextBlock(source, from, seen = 0) {
   return block;
 }
 
-/** Whether a complete line follows that is not blank: until then the block may still grow. */
+/** Returns true if a complete line follows that is not blank. Until then, the block may still grow. */
 function goesOnBehind(source, end) {
   const rest = source.slice(end, end + LONGEST);
   const word = rest.search(/\S/);
@@ -69,7 +69,7 @@ function classify(source, line, from, seen) {
   return lines(source, from, "paragraph", (next) => !begins(source, next));
 }
 
-/** A block of this line and those after it that are not blank and belong to it. */
+/** A block of this line and the lines after it that are not blank and belong to it. */
 function lines(source, from, kind, belongs) {
   let { next: end } = lineAt(source, from);
   while (end < source.length && end - from < LONGEST) {
@@ -80,7 +80,7 @@ function lines(source, from, kind, belongs) {
   return { kind, text: source.slice(from, end).trimEnd(), end };
 }
 
-/** A paragraph that begins with a formula, whose lines are no items or quotations. */
+/** A paragraph that begins with a formula. The lines of the formula are not items or quotations. */
 function formula(source, line, from, [start, sign]) {
   const close = sign === "$$" ? "$$" : "\\]";
   let open = !line.text.slice(start.length).includes(close);
@@ -99,9 +99,9 @@ function code(source, line, [, marker, words], seen) {
   const found = line.end < line.next ? close.exec(source) : null;
   const end = found ? Math.min(close.lastIndex + 1, source.length) : source.length;
   let text = source.slice(line.next, found ? Math.max(line.next, found.index - 1) : end);
-  if (!found) text = text.replace(/\n[ `~]*$/, ""); // What may become the end is not shown.
+  if (!found) text = text.replace(/\n[ `~]*$/, ""); // Hide a line that may become the closing fence.
   if (indent) text = text.replace(new RegExp(`^ {1,${indent}}`, "gm"), "");
-  // The end may be the beginning of a longer line.
+  // The closing fence may be the beginning of a longer line.
   const final = Boolean(found) && close.lastIndex < source.length;
   return { kind: "code", language, text, end, begun: line.end < line.next, final };
 }
@@ -137,7 +137,7 @@ function listItem(source, line, [marker, spaces, sign]) {
   return { kind: "item", number, text: texts.join("\n"), end };
 }
 
-/** Whether a code block is open after the lines that were read. */
+/** Returns true if a code block is open after the lines that were read. */
 class Fences {
   open = null;
 
@@ -214,7 +214,7 @@ function table(text) {
   const [head, delimiters, ...rows] = text.split("\n");
   const align = cells(delimiters).map((cell) => (/^:.*:$/.test(cell) ? "center" : cell.endsWith(":") ? "end" : ""));
   const row = (line, tag) => {
-    const found = cells(line).slice(0, align.length); // Rows that are short stay so: to fill them takes the square.
+    const found = cells(line).slice(0, align.length); // Short rows are not filled, because that could take quadratic time.
     return make("tr", "", ...found.map((cell, i) => make(tag, align[i], ...inline(cell))));
   };
   const body = make("tbody", "", ...rows.map((line) => row(line, "td")));
@@ -228,7 +228,7 @@ function table(text) {
 const CHUNK = 4000;
 const PER_FRAME = 40_000;
 
-/** A code block, which grows at its end only. Its text lies in pieces, so that the browser need not lay out all of it. */
+/** A code block, which grows only at its end. Its text is split into pieces, so that the browser need not lay out all of it. */
 export class CodeBlock {
   constructor({ language, text }) {
     this.text = "";
@@ -244,7 +244,7 @@ export class CodeBlock {
     this.show(text);
   }
 
-  /** Shows a longer text; returns false if a part of it has to wait for the next frame. */
+  /** Shows a longer text. Returns false if a part of it has to wait for the next frame. */
   show(text) {
     this.text = text;
     if (text.length < this.shown) {

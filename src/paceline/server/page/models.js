@@ -1,4 +1,4 @@
-// The models of the server, and which of them answers.
+// The models of the server, and the chosen model.
 import { models as fetchModels } from "./api.js";
 import { $, kept, make } from "./dom.js";
 import * as settings from "./settings.js";
@@ -9,7 +9,7 @@ let all = [];
 /** The chosen model as the server describes it; null before the server has been reached. */
 export const chosen = () => all.find(({ id }) => id === select.value) ?? null;
 
-/** Asks the server for its models, and keeps the choice, or takes the wanted one. Raises what `request` raises. */
+/** Asks the server for its models. Keeps the choice, or chooses the wanted model. Throws the errors of `request`. */
 export async function refresh(wanted) {
   const before = select.value || wanted || kept.get("model");
   all = await fetchModels();
@@ -25,7 +25,7 @@ function option({ id, paceline }) {
   return element;
 }
 
-/** Chooses a model if the server has it; returns whether it has. */
+/** Chooses a model if the server has it. Returns true if so. */
 export function choose(id) {
   if (!all.some((model) => model.id === id)) return false;
   select.value = id;

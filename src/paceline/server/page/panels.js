@@ -1,6 +1,6 @@
-// The panels at both sides: beside the conversation where there is room, over it where there is none.
+// The panels at both sides. They are next to the conversation if there is room, and cover it if there is none.
 
-/** `wide`: a media query for where the panel stands beside the conversation, open from the start. */
+/** `wide`: a media query for windows with room for the panel. There, the panel is open from the start. */
 export class Panel {
   constructor(panel, button, wide) {
     this.panel = panel;

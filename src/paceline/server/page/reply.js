@@ -15,7 +15,7 @@ export class Reply {
   accepted = 0;
   finish = null;
   limit = null; // Tokens after which the reply was cut.
-  untimed = 0; // Tokens of the rounds from which the time counts.
+  untimed = 0; // Tokens of the rounds that start the timer, which are not timed.
   seconds = 0; // Since the first round, without the prompt, which may come from the prefix cache.
   #drawing = null;
   #parts = { reasoning: 0 };
@@ -69,7 +69,7 @@ export class Reply {
     this.paint();
   }
 
-  /** Tells how much of a long prompt has been read, until the reply goes on. */
+  /** Shows how much of a long prompt has been read, until the reply goes on. */
   read(progress) {
     if (!progress) {
       this.reading?.remove();
@@ -104,14 +104,14 @@ export class Reply {
     return this.rounds.flatMap((round) => round.tokens);
   }
 
-  /** Prepares a reply that was cut for what follows. */
+  /** Prepares a reply that was cut off, so that it can continue. */
   resume() {
     this.first = this.limit = this.finish = null;
     this.done = false;
     for (const line of this.element.querySelectorAll(":scope > p, :scope > button")) line.remove();
   }
 
-  /** Draws what is new, from the next frame on; returns a promise of all of it being drawn. */
+  /** Draws new text, beginning at the next frame. Returns a promise that resolves once everything is drawn. */
   paint() {
     this.#drawing ??= (async () => {
       do await frame();

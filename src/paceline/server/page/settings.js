@@ -32,7 +32,7 @@ function speculation(drafter, length) {
   return { ...(drafter !== "auto" && { drafter }), ...(length && { max_draft: length }) };
 }
 
-/** Returns whether all fields are valid, and shows the first that is not. */
+/** Returns true if all fields are valid. Otherwise, shows the first field that is not. */
 export function valid() {
   if (form.checkValidity()) return true;
   panel.toggle(true);
@@ -52,13 +52,13 @@ export function offer({ id, paceline: { drafters = [], guarantee, context_length
   const chosen = select.value;
   const off = select.querySelector("[value=off]");
   for (const option of [...select.options]) if (!["auto", "off"].includes(option.value)) option.remove();
-  // "auto" is in the list already.
+  // "auto" is already in the list.
   off.before(...drafters.filter((name) => name !== "auto").map((name) => make("option", "", name)));
   select.value = chosen;
   if (!select.value) select.value = "auto";
   const exact = guarantee === "bits" ? "bit for bit" : "up to rounding";
   $("#promise").textContent = loaded === false
-    ? `${id} is loaded at its first message. Its drafters are listed then.`
+    ? `${id} is loaded when you send the first message. Then its drafters are listed.`
     : "Same prompt, seed and settings: the same text, with or without speculation" +
       (guarantee ? ` (exact ${exact}).` : ".") +
       (room ? ` Context: ${room.toLocaleString("en")} tokens.` : "");

@@ -1,7 +1,7 @@
-// Conversations, kept by this browser (IndexedDB), or by this page alone where the browser does not allow that.
-// Titles, texts and bodies are stored apart, so that neither the list nor the search reads every token.
+// Conversations, kept by this browser (IndexedDB), or only by this page if the browser does not allow that.
+// Titles, texts and bodies are stored separately, so that neither the list nor the search reads every token.
 
-// Tells the other tabs of this browser what changes.
+// Tells the other tabs of this browser about changes.
 const tabs = new BroadcastChannel("paceline");
 const STORES = ["titles", "bodies", "texts"];
 const memory = { titles: new Map(), bodies: new Map() };
@@ -28,7 +28,7 @@ function database() {
   return opened;
 }
 
-/** Adds the texts of conversations that a page without a search has stored. */
+/** Adds the texts of conversations that were stored by an older page, which had no search. */
 function addTexts(transaction) {
   const request = transaction.objectStore("bodies").openCursor();
   request.onsuccess = () => {
@@ -38,7 +38,7 @@ function addTexts(transaction) {
   };
 }
 
-/** All that is written in a conversation, in lower case. */
+/** All text of a conversation, in lower case. */
 const textOf = ({ title, turns }) => [title, ...written(turns)].join("\n").toLowerCase();
 
 /** Each text of some turns, and of their other versions. */
@@ -99,7 +99,7 @@ export async function remove(id) {
 /** Calls `act` with the id of each conversation that another tab stores or deletes. */
 export const watch = (act) => tabs.addEventListener("message", ({ data }) => act(data));
 
-/** The ids of the conversations that contain some words, in lower case. The texts are read one by one: all may be large. */
+/** The ids of the conversations that contain some words, in lower case. Texts may be large, so they are read one by one. */
 export async function find(words) {
   if (!(await database())) {
     return [...memory.bodies].filter(([, body]) => textOf(body).includes(words)).map(([id]) => id);

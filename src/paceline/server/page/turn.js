@@ -8,8 +8,8 @@ export class Turn {
 
   /**
    * `acts`: {idle(), again(turn), edited(turn, prompt), continued(turn), raise(), switched(turn, version)}.
-   * `attempt`: how often the reply was generated anew; it is added to the seed. `versions`: the turns that were here before
-   * an edit or a new reply, each with the turns after it; null at `version`, the one that is shown.
+   * `attempt`: how often the reply was generated again; it is added to the seed. `versions`: the turns that were here before
+   * an edit or a new reply, each with the turns after it; null at `version`, the version that is shown.
    */
   constructor(prompt, files, acts, { attempt = 0, versions = [null], version = 0 } = {}) {
     Object.assign(this, { files, acts, attempt, versions, version });
@@ -34,7 +34,7 @@ export class Turn {
     return { prompt, files, attempt, verdict, versions, version, replies: this.replies.map((reply) => reply.saved()) };
   }
 
-  /** The text that later turns go on from: that of the first reply. */
+  /** The text that later turns continue: the text of the first reply. */
   get text() {
     return this.replies[0]?.content ?? "";
   }
@@ -63,17 +63,17 @@ export class Turn {
     return reply;
   }
 
-  /** Tells where the limit cut a reply. One that is not compared with another can go on. */
+  /** Shows where the limit cut off a reply. The reply can go on, unless it is compared with another one. */
   showCuts() {
     for (const reply of this.replies.filter(({ limit }) => limit)) {
-      const line = reply.say(`Cut at the limit of ${reply.limit} tokens. `, "cut small");
+      const line = reply.say(`Cut off at the limit of ${reply.limit} tokens. `, "cut small");
       const go = textButton("Continue", () => this.acts.continued(this));
       if (reply.content && this.replies.length === 1) line.append(go);
       line.append(textButton("Raise the limit", this.acts.raise));
     }
   }
 
-  /** Shows how two replies compare: what `verdict` of compare.js returns. */
+  /** Shows how two replies compare: the result of `verdict` in compare.js. */
   judge(verdict) {
     const { same, head, rest } = (this.verdict = verdict);
     this.columns.append(make("p", same ? "verdict same" : "verdict differs", make("strong", "", head), ` ${rest}`));
@@ -104,7 +104,7 @@ export class Turn {
     return edit;
   }
 
-  /** Changes what is asked. `tail`: this turn and those after it, which `saved` has returned, if they are to stay as a version. */
+  /** Changes the question. `tail`: this turn and the turns after it, as returned by `saved`, if they stay as a version. */
   renew(prompt, attempt, tail) {
     if (tail) {
       this.versions[this.version] = tail;

@@ -1,4 +1,4 @@
-// Two views of a reply's text: formatted, and as tokens marked by their origins. Both draw what is new, a bounded part of it
+// Two views of a reply's text: formatted, and as tokens marked by their origins. Both draw only new text, a bounded part
 // in each frame.
 import { make } from "./dom.js";
 import { CodeBlock, nextBlock, place, render } from "./markdown.js";
@@ -11,9 +11,9 @@ export const tokenInfo = new WeakMap();
 
 /** Markdown. Blocks that cannot change any more are drawn once. */
 export class FormattedView {
-  #done = 0; // Everything before it is drawn for good.
-  #open = []; // Elements of what may still change.
-  #code = null; // {seen, shown}: the code block after that, which grows in place.
+  #done = 0; // Everything before this offset is final.
+  #open = []; // Elements that may still change.
+  #code = null; // {seen, shown}: the code block after these elements, which grows in place.
 
   constructor() {
     this.element = make("div", "text markdown");
@@ -62,7 +62,7 @@ function drop(element) {
   if (element.tagName === "LI" && !list.childElementCount) list.remove();
 }
 
-/** Tokens as they came, in the reply's own characters. Arrow keys step through them (inspect.js). */
+/** Tokens in their order, with the reply's exact characters. Arrow keys step through them (inspect.js). */
 export class TokenView {
   #rounds = 0;
   #count = 0;

@@ -1,0 +1,126 @@
+"""Recurrent layers in the kernels' own structures (`delta_net.h`): the mixer of a layer, and the states of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from ctypes import Structure, addressof, c_float, c_int32, c_void_p
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from paceline.cache.state import StatePass, Stretch, Tensors, Tree
+from paceline.kernels.cpu.matrix import CMatrix, NativeLinear, fields
+from paceline.models.config import MatrixConfig
+from paceline.models.recurrent import DeltaNet
+
+
+class CDeltaNet(Structure):
+    """`DeltaNet` of delta_net.h."""
+
+    _fields_ = fields(
+        (CMatrix, "share step"),
+        (c_void_p, "rate bias query_norm key_norm norm filter filter_bias"),
+        (c_float, "unit_eps eps"),
+        (c_int32, "heads key_heads keys values width tiled activated"),
+    )
+
+
+class CStretch(Structure):
+    """`Stretch` of delta_net.h."""
+
+    _fields_ = fields(
+        (c_int32, "first count start"),
+        (c_void_p, "parents history entries_before before entries decay keys changes last_entries after"),
+    )
+
+
+def gates_of(mixer: DeltaNet) -> tuple[NativeLinear, NativeLinear] | None:
+    """Return the products for beta and for the time step of the decay; None if the kernels cannot run them together."""
+    share, step = mixer.gates
+    if not (isinstance(share, NativeLinear) and isinstance(step, NativeLinear)):
+        return None
+    return (share, step) if share.matrix.kinds == step.matrix.kinds and len(share.matrix.kinds) == 1 else None
+
+
+def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -> CDeltaNet:
+    """Return the structure of a mixer. `pointer` returns the address of a vector that it pads and keeps alive."""
+    c, (share, step), state = mixer.config, mixer.gates, mixer.recurrence
+    assert isinstance(share, NativeLinear)
+    assert isinstance(step, NativeLinear)
+    (queries, keys), convolution = state.units, state.convolution
+    bias = convolution.bias
+    return CDeltaNet(
+        *(share.matrix.c, step.matrix.c, pointer(mixer.rate), pointer(mixer.bias)),
+        *(pointer(queries.weight), pointer(keys.weight), pointer(mixer.norm.weight)),
+        *(convolution.weight.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(queries.eps, mixer.norm.eps),
+        *(c.heads, c.key_heads, c.key_dim, c.value_dim, c.width, c.tiled, convolution.activated),
+    )
+
+
+class KernelStates:
+    """The stretches of a pass (`cache.state.Stretch`) for consecutive layers, with memory for their results.
+
+    The pass already refers to this memory, which the kernels fill.
+    """
+
+    def __init__(self, view: StatePass, configs: Mapping[int, MatrixConfig]) -> None:
+        """`configs`: recurrent layer -> its sizes."""
+        counts = view.rows.counts
+        self._view, self._firsts = view, list(accumulate(counts, initial=0))
+        self._held: list[object] = []
+        self._trees: dict[tuple[Tree, int], tuple[int, int]] = {}
+        self._prompts: dict[tuple[MatrixConfig, int], Tensors] = {}
+        lines = [list(self._stretches(layer, c)) for layer, c in configs.items()]
+        self.count = len(lines[0]) if lines else 0
+        self.table = (CStretch * (self.count * len(lines)))(*(one for line in lines for one in line))
+
+    def _stretches(self, layer: int, c: MatrixConfig) -> Iterator[CStretch]:
+        for stretch in self._view.stretches(layer):
+            tree, state = stretch.tree, tuple(x.contiguous() for x in stretch.state)
+            every, updates = self._updates(layer, c, stretch)
+            end = tuple(torch.empty_like(x) for x in state) if tree.is_chain else None
+            self._view.keep(layer, stretch, every, end)
+            self._held += [state, updates, end]
+            rows = stretch.rows
+            yield CStretch(
+                *(
+                    self._firsts[stretch.slot] + rows.start,
+                    rows.stop - rows.start,
+                    tree.start,
+                    *self._tree(tree, c.width),
+                ),
+                *(x.data_ptr() for x in (*state, *updates)),
+                *(x.data_ptr() for x in end or ()),
+            )
+
+    def _updates(self, layer: int, c: MatrixConfig, stretch: Stretch) -> tuple[Tensors, Tensors]:
+        """Return memory for the updates of all rows since the last commit, to keep, and its part for the stretch's
+        tree."""
+        view, b = self._view, stretch.slot
+        if view.rows.prefill:  # keeps no updates, so that the layers can share memory
+            if (c, b) not in self._prompts:
+                self._prompts[c, b] = _updates(c, view.rows.counts[b])
+            every = self._prompts[c, b]
+            return (), tuple(x[stretch.rows] for x in every)
+        known = view.known(layer, b)
+        start = len(known[0]) if known else 0
+        every = _updates(c, start + view.rows.counts[b])
+        for x, own in zip(every, known or (), strict=False):
+            x[:start] = own
+        return every, tuple(x[len(x) - len(stretch.tree.parents) :] for x in every)
+
+    def _tree(self, tree: Tree, width: int) -> tuple[int, int]:
+        """Return the addresses of the rows' parents and of their histories."""
+        if (tree, width) not in self._trees:
+            parents, history = (c_int32 * len(tree.parents))(*tree.parents), tree.history(width)
+            self._held += [parents, history]
+            self._trees[tree, width] = addressof(parents), history.data_ptr()
+        return self._trees[tree, width]
+
+
+def _updates(c: MatrixConfig, rows: int) -> Tensors:
+    """Return memory for the updates of a matrix state (see `recurrent.MatrixState`)."""
+    sizes = c.channels, c.heads, (c.key_heads, c.key_dim), (c.heads, c.value_dim)
+    return tuple(torch.empty(rows, *(size if isinstance(size, tuple) else (size,))) for size in sizes)
