@@ -3,7 +3,7 @@
 none                          no drafter
 auto                          the default: `AUTO`, then the model's own MTP layer if it has one
 found                         `AUTO`, then the best drafter on this disk (see `found.py`)
-suffix, suffix:remember       repeats of this text, or also of earlier replies
+suffix, suffix:remember       repetitions in this text, or also of earlier replies
 ngram                         prompt lookup
 model:REF                     a draft model, which may have another tokenizer
 eagle3, medusa, block         the head of this kind that comes with Paceline for the target
@@ -11,9 +11,9 @@ mtp, mtp:REF                  the multi-token-prediction layer in the target's o
 assistant:REF                 a Gemma 4 assistant, which reads the target's keys and values
 eagle3:REF, ..., head:REF     a head checkpoint; `head` accepts any kind
 early-exit                    the exit that comes with Paceline, or half of the target's layers
-early-exit:LAYERS or REF      this number of the target's layers, or a trained exit
+early-exit:LAYERS or REF      this number of the target's first layers, or a trained exit
 early-exit@P, ...:LAYERS@P    the same, but a chain stops if the exit's highest probability is below P (default 0.5)
-A+B+C                         the first of these that has a draft; a reference must come last and may contain "+"
+A+B+C                         the first of these that can draft; a reference must come last and may contain "+"
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ class Controller:
         self._rest, self._plain, self._saved = self._round, plan.plain, plan.saved
         if plan.tried:
             self._last_try = self._round
-            # The loss of the try included reading the whole backlog, so return the part that was not read.
+            # The loss of the try included reading the whole backlog. Give back the part that was not read.
             left = sum(draft.unread for draft in outcome.drafts) / len(outcome.drafts)
             self._saved += outcome.together * self._catch_up.value * left
         if plan.best:
