@@ -135,7 +135,7 @@ def install_line(extra: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if an error that Python or torch raised means that there was no memory left."""
+    """Return True if an error of Python or torch means "no memory left"."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
 

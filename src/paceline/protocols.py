@@ -45,7 +45,7 @@ class Pass(Protocol):
 
 
 class SharedPass(Pass, Protocol):
-    """A pass over a cache in which some layers share keys and values."""
+    """A pass over the cache of a model whose layers may share keys and values."""
 
     def look(self, layer: int, q: Tensor) -> Tensor:
         """Attend to the stored keys and values of this layer, or of the earlier layer that shares them with this layer.

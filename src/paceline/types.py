@@ -43,7 +43,7 @@ bit. "rounding": the same text, up to the rounding of logits. "distribution": an
 
 
 Mutual = Literal["none", "windows", "all"]
-"""The layers in which the rows of an image see each other: none, the layers with a sliding window (Gemma 4), or all."""
+"""The layers that let the rows of an image see each other: none, the layers with a sliding window (Gemma 4), or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Draft:
     Attributes:
         tokens: Token of each node.
         parents: For each node, the row that it continues. Row 0 is the pending token.
-        q: For the rules rejection and block. It maps a row to the distribution [V] from which its children were drawn,
+        q: For the rules rejection and block. It maps a row to the distribution [V] that its children were drawn from,
             in order and without replacement. If a row has no entry, its children were chosen, not drawn: each counts as
             a point mass.
         carried: Work that verification need not repeat. None if there is none.
@@ -152,7 +152,7 @@ class Given:
         embeddings: Inputs of layer 0 for these rows, [n, H].
         deep: Tensors to add to these rows after layer 0, 1, ..., each [n, H] (Qwen3-VL's deepstack).
         positions: Rotary positions (time, height, width) of all rows, int64 [3, T]. None to use `Rows.positions`.
-        mutual: Layers in which all rows of the chunk see each other, as the rows of an image do in Gemma 3.
+        mutual: Layers that let all rows of the chunk see each other, as Gemma 3 does with the rows of an image.
     """
 
     rows: Tensor

@@ -343,7 +343,7 @@ class _SlabWrites:
     """The writes of a pass to each layer of a slab. A layer is viewed as lines, [places * kv_heads * capacity, D].
 
     Attributes:
-        targets: The lines in which rows are stored. A line is the D elements of one key head in one column.
+        targets: The lines that rows are stored in. A line is the D elements of one key head in one column.
         sources: For each of `targets`, the row to store, among all B * T rows.
         copy_sources: The lines of earlier passes that are copied before rows are stored.
         copy_targets: For each of `copy_sources`, the line that it is copied to.

@@ -1,4 +1,4 @@
-"""The types in which the cache stores keys and values.
+"""Storage types for the keys and values in the cache.
 
 In 8 bits, a key or value of size D is stored as one float32 scale for each block of 32 elements, and D integers from
 -127 to 127. A scale is the block's largest absolute value divided by 127. A single scale for the whole key would be too

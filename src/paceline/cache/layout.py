@@ -51,7 +51,7 @@ class Layout:
     copies: Tensor
 
     def mutual(self) -> Layout:
-        """Return a layout with the same columns in which every row attends to all of them."""
+        """Return a copy of this layout that lets every row attend to all columns."""
         return replace(self, visible=torch.ones_like(self.visible))
 
 
@@ -114,7 +114,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: tuple[int, ...]) -> Tensor:
-    """Return the mask, bool [T, T], in which each row sees itself and its ancestors. Row r is in column r."""
+    """Return the mask, bool [T, T], that lets each row see itself and its ancestors. Row r is in column r."""
     visible = torch.eye(len(parents), dtype=torch.bool)
     for row, parent in enumerate(parents):
         if parent != NONE:

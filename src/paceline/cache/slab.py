@@ -217,7 +217,7 @@ class SlabCache(SlotTable):
     initial_capacity = 256
     """Capacity of a new slab for a short prompt, in entries. Larger capacities are multiples of it."""
     growth = 1.25
-    """Minimum factor by which a slab grows. It keeps a long text from being copied at every step."""
+    """Minimum growth factor of a slab. It keeps a long text from being copied at every step."""
 
     def __init__(
         self,
@@ -368,7 +368,7 @@ class SlabCache(SlotTable):
 
     @torch.inference_mode()
     def view(self, slots: Sequence[int], rows: int, layers: Sequence[LayerAttention]) -> SlabPass:
-        """Begin a pass in which another model reads this cache's keys and values. The pass writes nothing.
+        """Begin a read-only pass of another model over this cache's keys and values.
 
         Args:
             slots: Slots of the pass.

@@ -18,8 +18,8 @@ class SuffixAutomaton:
 
     A state stands for all substrings that end at the same places. State 0 is the empty context. There are at most two
     states and three transitions per token, `push` takes amortised O(1) time, and no transition is ever removed. Beyond
-    the classic construction, each state counts its occurrences, and keeps its transitions in the order in which they
-    were last seen.
+    the classic construction, each state counts its occurrences, and keeps its transitions in the order of their last
+    use.
 
     Attributes:
         limit: Maximum number of tokens, at least 2. When it is exceeded, the automaton starts over with the latest half

@@ -23,8 +23,8 @@ from paceline.verify.tree import PREFILL_ROWS
 class Block(StateDrafter[CachedSlot]):
     """Drafts a block of tokens with a head that attends to the target's hidden states of the whole text.
 
-    The head caches the keys and values of these states, but never those of a drafted block. Before it drafts, it reads
-    the pending states of all requests in one pass.
+    The head caches the keys and values of these states, but never the keys and values of a drafted block. Before it
+    drafts, it reads the pending states of all requests in one pass.
     """
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:

@@ -179,7 +179,7 @@ class StateDrafter(CachedDrafter[S]):
         return SavedStates(length, (*cached.tensors, *pending.parts), cached, pending) if length else None
 
     def load(self, slot: int, saved: SavedStates, length: int) -> None:
-        """Load the keys and values for as many of the first `length` tokens as were saved. The states of the other
+        """Load the saved keys and values for the first `length` tokens. If fewer were saved, the states of the other
         tokens become pending."""
         state = self._slots[slot]
         read = self._cache.load(state.cache_slot, saved.cache, min(length, saved.cache.length))

@@ -39,7 +39,7 @@ class Nodes(ABC):
         tokens: Token of each node.
         parents: Parent of each node. `ROOT` stands for the pending token.
         depths: Depth of each node, starting at 1.
-        q: Node -> the distribution [V] from which its children were drawn. Nodes whose children were not drawn have no
+        q: Node -> the distribution [V] that its children were drawn from. Nodes whose children were not drawn have no
             entry.
     """
 

@@ -135,7 +135,7 @@ class FixedTree:
 
 
 def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
-    """Return the places of a tree in which every descendant of an only child is an only child itself.
+    """Return the places of a smaller tree, where every descendant of an only child is itself an only child.
 
     `closed`: Places numbered without gaps, so that an only child has no sibling with rank 1.
     """

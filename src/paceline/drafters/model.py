@@ -117,7 +117,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         return [line[-1:] if even else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
     def _copy_prompt(self, state: CachedSlot) -> bool:
-        """Copy keys and values from a request with the same prompt, so that of several samples, only one reads the
+        """Copy keys and values from a request with the same prompt, so that only one of several samples reads the
         prompt. Return False if no request has read more of it."""
         slot, lengths, prompts = state.cache_slot, self._cache.lengths, self._cache.prompts
         most = min(prompts[slot], len(state.token_ids) - 1)

@@ -16,8 +16,8 @@ _ID_BITS = 32
 _FREE = 3
 """Minimum number of tokens to draft for a match. A pass of four rows costs as much as a pass of two rows."""
 _KEPT = 1 << 15
-"""Number of latest tokens that are always indexed. Never more than twice as many are indexed, which bounds the memory
-(about 0.4 kB per token)."""
+"""Number of latest tokens that are always indexed. At most twice this number is indexed, which bounds the memory (about
+0.4 kB per token)."""
 
 
 class NGram(Drafter):

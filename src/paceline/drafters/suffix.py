@@ -18,7 +18,7 @@ from paceline.verify.tree import MIN_ROWS
 # These values were tuned by replaying 438 recorded answers (docs/notes/drafters.md#lookup-drafters-tuned-offline).
 # Small changes to any of these values hardly change the estimated speed.
 _DOUBT = 2.0
-"""The evidence (match length times mean count) with which a context is right half of the time."""
+"""The evidence (match length times mean count) that makes a context right half of the time."""
 _RECENT = 0.5
 """Bonus for the latest continuation, in occurrences."""
 _LEVELS = 4

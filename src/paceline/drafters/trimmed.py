@@ -1,4 +1,4 @@
-"""Trimmed output heads, with which drafters score only the tokens that the target is likely to write.
+"""Trimmed output heads: drafters score only the tokens that the target is likely to write.
 
 In a small model, an output head over a large vocabulary takes as long as half of the layers (FR-Spec, arXiv
 2502.14856). Tokens that a drafter cannot propose lower acceptance, but never change the text.

@@ -1,4 +1,4 @@
-"""Cost estimates from a stream of measurements, in which older measurements have less weight."""
+"""Cost estimates from a stream of measurements. Older measurements have less weight."""
 
 from __future__ import annotations
 

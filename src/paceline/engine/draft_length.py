@@ -518,13 +518,13 @@ class Controller:
         if self._chains:
             tokens = [*accumulate(self._rates[0].chances(self._round + 1, new))]
             return [tokens[depth] for depth in self._depths]
-        # In truth, a larger tree accepts at least as many tokens as a smaller one. Measurements may differ by chance.
+        # In truth, a larger tree never accepts fewer tokens than a smaller one. Measurements may differ by chance.
         return [*accumulate((sum(rates.chances(self._round + 1, new)) for rates in self._rates), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
     """Return the draft sizes from no draft to `maximum`. Each chain has two thirds of the length of the next chain.
-    Each tree has half as many nodes as the next tree."""
+    Each tree has half the nodes of the next tree."""
     sizes = [maximum]
     while sizes[0].nodes > 1:
         nodes = sizes[0].nodes * 2 // 3 if maximum.branch == 1 else sizes[0].nodes // 2

@@ -134,7 +134,7 @@ def _by_policy(requests: Sequence[Request], known: Sequence[Draft]) -> dict[Draf
 
 
 def _fixed_asks(policy: DraftPolicy, members: Members, cache: KVCache) -> dict[int, Ask]:
-    """Return asks in which every budget is the drafter's own size."""
+    """Return asks with the drafter's own size as the budget."""
     budgets = {place: _limited(policy.draft, r, cache) for place, r in members.items()}
     return {i: Ask(r.slot, r.prefix, budgets[i], r.sampler) for i, r in members.items() if budgets[i].nodes}
 

@@ -31,8 +31,8 @@ reported."""
 _SHOWN = 16
 """Number of tokens that a `Divergence` shows of each text."""
 _PREFER_MEMORY = 32
-"""Number of tokens by which a text on disk must be longer than a text in memory to be preferred. Mapping and checking a
-file takes as long as reading some tokens."""
+"""A text on disk is preferred to a text in memory only if it saves this number of additional tokens. Mapping and
+checking a file takes as long as reading some tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Task:
         group: The tasks of a group have the same prompt, and share its prefill if they run at the same time. None for
             no group.
         client: The client that requested the reply.
-        deadline: Time by which the reply must end, on the scheduler's clock.
+        deadline: Latest time for the reply to end, on the scheduler's clock.
         cancelled: True to end the reply before its next round. Any thread may set it at any time.
         arrived: Time at which the task was created.
         started: Time at which the task got its first slot.
@@ -90,7 +90,7 @@ class Scheduler:
     Between two rounds, at most `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If
     several tasks could start, this number is multiplied by the number of these tasks, up to `_MAX_CATCH_UP`, until the
     first of their prompts is complete. That reply's first token then does not wait for the other prompts. A waiting
-    task may overtake the prompts that are being read if it has less than half as many unread tokens as any of them. So
+    task may overtake the prompts that are being read if it has less than half the unread tokens of each of them. So
     only few prompts are partly read at any time. If memory runs out, the latest reply releases its slot, and continues
     later with the same text. If a reply fails, the other replies are not affected.
     """

@@ -160,7 +160,7 @@ def older(path: Path) -> Path:
 
 
 def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a file is continued with the same settings with which it was begun.
+    """Check that a file is continued with the settings that it was begun with.
 
     The settings are stored next to the file (`answers.jsonl` -> `answers.settings.json`) before its first line is
     written.

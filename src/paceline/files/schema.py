@@ -16,7 +16,7 @@ from typing import Any
 from paceline.errors import CorruptModel, one_line
 
 CORRECT = "Correct the file or fetch the model again"
-"""What to do about a wrong config, which may have been edited by hand."""
+"""The advice for a wrong config, which may have been edited by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class FieldKind:
         what: Description, such as "a string".
         holds: Returns True for values of this kind.
         many: Plural of `what`.
-        every: A Python type of which all values are of this kind, or None. With it, a long list is checked by the set
-            of its elements' types.
+        every: A Python type whose values are all of this kind, or None. With it, a long list is checked by the set of
+            its elements' types.
     """
 
     what: str
@@ -120,7 +120,7 @@ def record(**fields: FieldKind) -> FieldKind:
 
 
 def each(kind: FieldKind, *names: str) -> dict[str, FieldKind]:
-    """Return a table in which all these fields are of the same kind."""
+    """Return a table that gives all these fields the same kind."""
     return dict.fromkeys(names, kind)
 
 

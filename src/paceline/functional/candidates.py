@@ -84,7 +84,7 @@ class CandidateTree:
         log_probs: The drafter's log-probability of each node given its path, float [B, N], -inf for padding.
         scores: Sums of `log_probs` along each path, float [B, N], -inf for padding.
         counts: Number of nodes of each request, int64 [B].
-        broken: True if the logits from which the tree was built contain NaN or +inf, bool [B].
+        broken: True if the tree was built from logits that contain NaN or +inf, bool [B].
         max_depth: Upper bound of all depths.
         max_branch: Upper bound of the number of children of a node.
     """

@@ -118,10 +118,10 @@ def verify_rejection(
     accepts more tokens than `verify_sampling`.
 
     Args:
-        tree: Candidates. Siblings must be in the order in which they were drawn from q without replacement, as `sample`
-            returns them.
+        tree: Candidates. Siblings must be in the order of their draws from q without replacement, as `sample` returns
+            them.
         logits: The target's logits at every row, [B, T, V].
-        q: Distribution from which the children of each row were drawn, [B, T, V]. A child with q = 0, or any child of a
+        q: The distribution that each row's children were drawn from, [B, T, V]. A child with q = 0, or any child of a
             row where q is not finite, counts as chosen instead of drawn: it is accepted with probability p(x).
         temperature: Temperature of the target, a number or a tensor [B]. 0 means greedy.
         uniforms: Numbers in [0, 1), [B, D + 1, S + 1] with S = tree.max_branch: one for each sibling, and a last one
@@ -248,7 +248,7 @@ def _best(logits: Tensor) -> list[list[int]]:
 
 
 def _accepted(tree: CandidateTree, verdicts: Sequence[Verdict]) -> Accepted:
-    """Pack the results of walks. Leave out the `NONE` with which a walk ended at a broken row."""
+    """Pack the results of walks. Leave out the final `NONE` of a walk that ended at a broken row."""
     device, depth = tree.tokens.device, tree.max_depth
     broken = [verdict.tokens[-1] == NONE for verdict in verdicts]
     counts = [len(verdict.tokens) - end for verdict, end in zip(verdicts, broken, strict=True)]

@@ -21,7 +21,7 @@ Precision = Literal["auto", "none", "int8", "int4"]
 otherwise."""
 
 Mode = Literal["int8", "int4"]
-"""How to quantise matrices that the file stores as floats."""
+"""The quantisation of matrices that the file stores as floats."""
 
 GROUP = 32
 """Number of weights that share a scale."""

@@ -167,7 +167,7 @@ class MixtureConfig:
         shared: Width of the shared expert, which every row uses. 0 if there is none.
         shared_block: Name of the shared expert.
         sigmoid: True if the scores are the sigmoids of the router's logits. Otherwise, they are their softmax.
-        scale: Factor by which the weights are multiplied.
+        scale: Factor of the weights.
         with_dense: True if a dense network runs in parallel. Both branches then have their own norms (Gemma 4).
         groups: Limits the groups of experts among which a row may choose. None if there is no limit.
         weighs_inputs: True if the weight multiplies an expert's input instead of its output.
@@ -271,9 +271,9 @@ class ModelConfig:
         parallel: True if attention and the feed-forward block both read the stream that enters the layer.
         special: Configuration of each layer. Empty if all layers have full attention with `rope`, and are dense.
         mixture: The experts of sparse layers.
-        embed_scale: Factor by which the embedding is multiplied.
-        residual_scale: Factor by which the outputs of attention and of the feed-forward block are multiplied before
-            they are added to the stream.
+        embed_scale: Factor of the embedding.
+        residual_scale: Factor of the outputs of attention and of the feed-forward block, applied before they are added
+            to the stream.
         logits_divisor: Divisor of the logits.
         final_softcap: Bound on the logits, applied with tanh. None for no bound.
         layer_scale: True if the output of each layer is multiplied by a learned factor.

@@ -69,7 +69,7 @@ class DeviceDecoder(Decoder):
 
         Args:
             *args: Arguments of `Decoder`.
-            exact: True to use matrix products in which the result of a row does not depend on the other rows.
+            exact: True to use matrix products that compute each row independently of the other rows.
             capture: The function that records a graph. None to run without graphs.
         """
         with products(FixedTile) if exact else nullcontext():

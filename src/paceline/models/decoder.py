@@ -433,15 +433,14 @@ def make_attention(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix:
 
 
 def _unpaired(c: ModelConfig, rope: RopeConfig) -> Tensor:
-    """Return the order of a head's elements in which the first elements of all rotary pairs come before all second
-    elements."""
+    """Return the order that puts a head's first elements of all rotary pairs before all second elements."""
     rotated, order = int(c.head_dim * rope.share), torch.arange(c.head_dim)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
     return order
 
 
 def _each_head(c: ModelConfig, within: Tensor) -> Tensor:
-    """Return the order of query, key and value rows in which each query and key head has the order `within`."""
+    """Return an order of query, key and value rows that applies the order `within` to each query and key head."""
     rows = torch.arange((c.heads + 2 * c.kv_heads) * c.head_dim).view(-1, c.head_dim)
     rows[: -c.kv_heads] = rows[: -c.kv_heads, within]
     return rows.flatten()

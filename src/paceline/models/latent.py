@@ -82,7 +82,7 @@ def _by_head(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> LatentAttention:
-    """Build latent attention from tensors with DeepSeek's names. The arguments are those of `decoder.make_attention`.
+    """Build latent attention from tensors with DeepSeek's names. `decoder.make_attention` has the same arguments.
 
     The up-projection of keys and values is stored as one matrix, or as two stacks of matrices (newer files of
     llama.cpp).
@@ -110,8 +110,8 @@ def _norm(weights: Weights, name: str, size: int) -> RMSNorm:
 
 
 def _halves(m: LatentConfig, heads: int, plain: int, interleaved: bool) -> Tensor:
-    """Return the order of elements in which, within each head [plain + rotary], the first elements of all rotary pairs
-    come before all second elements."""
+    """Return the order of elements that puts, within each head [plain + rotary], the first elements of all rotary pairs
+    before all second elements."""
     size = plain + m.rotary
     within = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)] if interleaved else [*range(size)]
     return torch.arange(heads * size).view(heads, size)[:, within].flatten()

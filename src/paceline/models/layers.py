@@ -41,7 +41,7 @@ class Addend(Protocol):
 
 
 class Mixer(Protocol):
-    """The part of a layer in which rows depend on other rows: attention, or a recurrence."""
+    """The part of a layer that mixes rows: attention, or a recurrence."""
 
     @abstractmethod
     def mix(self, x: Tensor, layer: int, rope: Rope, view: Any) -> Tensor:

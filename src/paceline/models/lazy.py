@@ -41,7 +41,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return None
 
     def kind(self, name: str) -> str:
-        """Return the name of the type in which a tensor is stored."""
+        """Return the name of a tensor's storage type."""
         return str(self[name].dtype)
 
     def mostly_codes(self) -> bool:
@@ -49,7 +49,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return False
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape. Subclasses in which reading a tensor is slow override this."""
+        """Return a tensor's shape. Subclasses override this if reading a tensor is slow."""
         return tuple(self[name].shape)
 
 

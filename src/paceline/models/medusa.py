@@ -63,7 +63,8 @@ class MedusaHeads:
         rows = len(tensors[names[0]]) if names[0] in weights else config.vocab_size
         every = torch.arange(self._vocab)
         ids = _map(tensors[MAP], rows, self._vocab) if MAP in weights else every[:rows]
-        # vLLM's files may contain all rows, of which the map selects some. Without a map, the last rows may be padding.
+        # vLLM's files may contain all rows. The map then selects some of them. Without a map, the last rows may be
+        # padding.
         chosen = slice(rows) if len(ids) == rows else ids
         found = [weights.head(name, (rows, config.hidden))[chosen] for name in names]
         self._outs = [linear(weight).precise for weight in found]

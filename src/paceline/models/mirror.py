@@ -34,8 +34,8 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def together(method: MethodT) -> MethodT:
-    """Decorate a method in which the ranks exchange results. All ranks call it at the same time. If it fails, the group
-    ends."""
+    """Decorate a method that exchanges results between ranks. All ranks call it at the same time. If it fails, the
+    group ends."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:
@@ -47,8 +47,8 @@ def together(method: MethodT) -> MethodT:
 
 
 def repeated(method: MethodT) -> MethodT:
-    """Decorate a method in which the ranks do not exchange results. After it has succeeded on rank 0, the other ranks
-    call it before their next pass."""
+    """Decorate a method that exchanges no results between ranks. After it has succeeded on rank 0, the other ranks call
+    it before their next pass."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:

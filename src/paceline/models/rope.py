@@ -142,7 +142,7 @@ def span_of(config: RopeConfig, prompt: int) -> int:
 def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:
     """Return the frequencies [R / 2] in radians per position, float32."""
     rotated, theta, numbers = int(head_dim * config.share), config.theta, dict(config.scaling)
-    if config.kind == "dynamic" and span:  # NTK-aware scaling, in which the base grows with the text's length
+    if config.kind == "dynamic" and span:  # NTK-aware scaling: the base grows with the text's length
         stretch = numbers["factor"] * span / numbers["original_max_position_embeddings"] - (numbers["factor"] - 1)
         theta *= stretch ** (rotated / (rotated - 2))
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated

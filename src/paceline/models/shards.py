@@ -87,7 +87,7 @@ def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Di
 
 
 def _block(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> int:
-    """Return the size of the largest block in which the weights of these modules are stored. It is 1 for floats."""
+    """Return the largest storage block size of these modules' weights. It is 1 for floats."""
     names = [name for name in tensors if name.endswith(tuple(f".{module}.weight" for module in modules))]
     if library() is None:
         return max((GROUP for name in names if codes_of(tensors, name)), default=1)

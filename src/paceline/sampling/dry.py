@@ -67,13 +67,13 @@ class Breakers:
 
     @staticmethod
     def of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
-        """Convert texts to tokens, including all ways in which a model may write them."""
+        """Convert texts to tokens, including all ways to write them."""
         return Breakers(_Spelled(texts, tokenizer).tails)
 
 
 class _Spelled:
-    """The tokens with which the texts may begin. Each token is examined only when it is needed, because vocabularies
-    are large."""
+    """The tokens that the texts may begin with. Each token is examined only when it is needed, because vocabularies are
+    large."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell

@@ -106,7 +106,7 @@ class Grammar:
     def regex(pattern: str) -> Grammar:
         """Allow text that matches the whole pattern.
 
-        The syntax is that of Rust's regex crate, which has no look-around and no back-references.
+        It has the syntax of Rust's regex crate, which has no look-around and no back-references.
         """
         return Grammar("regex", pattern)
 

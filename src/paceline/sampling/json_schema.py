@@ -167,7 +167,7 @@ class _Rewriter:
             made["anyOf"] = branches
 
     def _strings(self, made: Schema) -> None:
-        """Replace look-ahead in a pattern by additional patterns, all of which a text must match."""
+        """Replace look-ahead in a pattern by additional patterns. A text must match all of them."""
         pattern = made.get("pattern")
         if not isinstance(pattern, str) or not has_look_around(pattern):
             return

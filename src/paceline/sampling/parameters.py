@@ -119,9 +119,9 @@ class Sampling:
         xtc_probability: Probability that XTC drops all tokens whose probability is at least `xtc_threshold`, except the
             least likely of them. The seed and the position decide this for each token of the reply. 0 turns it off.
         xtc_threshold: See `xtc_probability`.
-        rule: The rule by which drafted tokens are accepted (`verify/rules.py`). "match", the default, gives the same
-            text with any drafter, or without one. "rejection" and "block" keep the distribution. "typical" is lossy: it
-            changes the distribution.
+        rule: The acceptance rule for drafted tokens (`verify/rules.py`). "match", the default, gives the same text with
+            any drafter, or without one. "rejection" and "block" keep the distribution. "typical" is lossy: it changes
+            the distribution.
         seed: A number from -2**63 to 2**63 - 1, taken modulo 2**63. None draws a seed, which the statistics report.
         stop: Strings that end the reply. The text ends before them.
         stop_token_ids: Tokens that end the reply.
@@ -252,7 +252,7 @@ class Sampling:
         )
 
     def _processors(self, vocabulary: Vocabulary | None) -> tuple[LogitsProcessor, ...]:
-        """Create the logits processors, in the order in which they are applied."""
+        """Create the logits processors, in the order of their application."""
         words = self._sequences(vocabulary)
         ends = {*self.stop_token_ids, *(vocabulary.eos if vocabulary and not self.ignore_eos else ())}
         if vocabulary:

@@ -24,7 +24,7 @@ class _Counts:
         self._known: dict[torch.device, tuple[int, Tensor]] = {}
 
     def at(self, prefix: Prefix, row: Tensor, first: int = 0) -> Tensor:
-        """Return the counts [V] of the prefix's tokens from position `first` on, in the row's dtype. Do not modify
+        """Return the counts [V] of the prefix's tokens at position `first` and later, in the row's dtype. Do not modify
         them."""
         done, counts = self._known.get(row.device, (first, row.new_zeros(0)))
         if done < len(prefix.token_ids) or len(counts) < len(row):

@@ -93,7 +93,7 @@ class Ranked:
         scores: For each candidate, the log-probability that the target chooses it. If the text is greedy, this is the
             log-probability among all tokens. If it is sampled, the noise is taken into account, and the log-probability
             is among the best few.
-        q: The drafter's distribution [V], from which the candidates were drawn, in this order and without replacement.
+        q: The drafter's distribution [V]. The candidates were drawn from it, in this order and without replacement.
             None if they were not drawn.
     """
 

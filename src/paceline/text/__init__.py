@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, and the sandbox in which untrusted jobs run."""
+"""Tokenizers, chat templates, and the sandbox for untrusted jobs."""

@@ -223,7 +223,7 @@ def render_compiled(argument: tuple[str, Mapping[str, Any], Collection[str]]) ->
 
 
 class _Generator(CodeGenerator):
-    """Generates code in which the template's own text is `TemplateText`."""
+    """Generates code that writes the template's own text as `TemplateText`."""
 
     def _output_const_repr(self, group: Iterable[Any]) -> str:
         return f"environment.written({''.join(group)!r})"

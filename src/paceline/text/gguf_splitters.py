@@ -15,7 +15,7 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """The way in which a byte-level BPE tokenizer splits text before it applies merges.
+    """The first step of a byte-level BPE tokenizer, which splits text before merges are applied.
 
     Attributes:
         patterns: Each pattern splits the pieces of the previous pattern into matches and gaps.

@@ -1,7 +1,7 @@
 """Tools for reading text while it is still being written.
 
 A reader is a generator. It yields when it needs more text, and returns its result at the end. Each character is read
-once, so a reader takes linear time, no matter in which pieces the text arrives.
+once, so a reader takes linear time, however the text arrives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A one-pass reader for JSON in the form in which language models write it.
+"""A one-pass reader for JSON as language models write it.
 
 It accepts JSON and these deviations: raw line breaks and tabs in strings, unknown escapes, single quotes, names without
 quotes, Python's `True`, `False`, `None` and tuples, a comma before a closing bracket, and missing brackets at the end.

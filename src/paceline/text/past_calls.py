@@ -17,7 +17,7 @@ from paceline.text.growing import Malformed
 Chat = list[dict[str, Any]]
 
 INVALID = "invalid_arguments"
-"""Name of the argument in which the model sees arguments that are not an object."""
+"""Name of the argument that shows the model arguments that are not an object."""
 
 
 def as_object(arguments: Any) -> dict[str, Any]:

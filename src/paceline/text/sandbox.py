@@ -247,8 +247,8 @@ def main(descriptor: int) -> None:
     """Run jobs from a Unix socket until its other end closes, which happens when the parent process ends.
 
     Each message consists of one byte and two sockets. "p" runs a function in this process, so that later forks inherit
-    its effects, and "j" runs a function in a fork. The first socket transfers the job and its answer. Nothing is sent
-    over the second socket. It closes when the parent abandons the job, which ends the fork. Data would end the fork too
+    its effects, and "j" runs a function in a fork. The first socket transfers the job and its answer. The second socket
+    transfers no data. It closes when the parent abandons the job, which ends the fork. Data would end the fork too
     (`_end_on_close`).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C

@@ -29,12 +29,12 @@ class TemplateText(str):
 
     @classmethod
     def written(cls, text: str) -> TemplateText:
-        """Return a text in which the template wrote every character."""
+        """Return a text whose characters all come from the template."""
         return cls(text, b"\1" * len(text))
 
     @classmethod
     def of_spans(cls, text: str, spans: Iterable[Sequence[int]]) -> TemplateText:
-        """Return a text in which the template wrote the characters in `spans` (start, end)."""
+        """Return a text whose characters in `spans` (start, end) come from the template."""
         flags = bytearray(len(text))
         for start, end in spans:
             flags[start:end] = b"\1" * (end - start)

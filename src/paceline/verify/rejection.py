@@ -246,7 +246,7 @@ class _Walk:
 
 
 def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
-    """Return the distribution from which a child was drawn.
+    """Return the distribution that a child was drawn from.
 
     Without q, or if q of the token is 0, the child was chosen, not drawn. It then gets all the probability mass. This
     keeps p however the child was chosen, as long as the choice does not depend on the draws of this round.

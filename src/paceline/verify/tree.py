@@ -63,8 +63,7 @@ def paths_of(draft: Draft) -> dict[int, list[int]]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
-    """Build a tree from paths of token ids, the form in which Medusa describes trees. Paths with a common prefix share
-    its nodes."""
+    """Build a tree from paths of token ids, as Medusa describes trees. Paths with a common prefix share its nodes."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     tokens: list[int] = []
     parents: list[int] = []
@@ -191,8 +190,8 @@ def pack(
 def _resume(
     last: Sequence[int], drafts: Sequence[Draft], slots: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> Resume | None:
-    """Return the state from which a pass can resume, or None if no draft was carried. It resumes at the highest layer
-    to which a draft was carried. Drafts that were carried to another layer start over."""
+    """Return the state to resume a pass from, or None if no draft was carried. It resumes at the highest layer to which
+    a draft was carried. Drafts that were carried to another layer start over."""
     layer = max((draft.carried.layer for draft in drafts if draft.carried), default=0)
     if not layer:
         return None

@@ -83,7 +83,7 @@ class Vision:
         """Return a prompt with images.
 
         Args:
-            text: A rendered chat template, in which the template has written one mark per picture.
+            text: A rendered chat template. The template must have written one mark per picture.
             pictures: The pictures, in order.
             encode: Converts text to token ids.
             check: Called before each picture is encoded, with the minimum number of tokens that the prompt will have.
@@ -137,7 +137,7 @@ class Vision:
             return self.family.rows(tower, height, width)
 
     def encode(self, picture: Picture) -> EncodedImage:
-        """Return a picture in the form in which the language model reads it.
+        """Return a picture as the language model reads it.
 
         Raises:
             InvalidPrompt: If the tower cannot encode an image of this size.

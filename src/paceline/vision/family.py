@@ -35,7 +35,7 @@ class VisionFamily:
         processor: Name of transformers' class of the image processor, or a class of Paceline.
         language: Name of the language model in `model`.
         tensors: Prefixes of the tower's tensor names in checkpoints.
-        encode: Maps the tower and a Pillow image to the image in the form in which the language model reads it.
+        encode: Maps the tower and a Pillow image to the image as the language model reads it.
         rows: Maps the tower and the height and width of an image to the minimum number of rows that the image gets.
         mark: Text that the chat template writes for an image.
         token: Text of the placeholder token. One placeholder stands for each row of an image.

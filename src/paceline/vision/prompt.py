@@ -16,14 +16,14 @@ from paceline.types import Given, Mutual
 
 @dataclass(frozen=True, eq=False)  # without slots, for `row_ids`
 class EncodedImage:
-    """An image in the form in which a language model reads it.
+    """An image as a language model reads it.
 
     Attributes:
         text: Text that stands for the image in the prompt, with one placeholder token per row of `embeddings`.
         embeddings: Inputs of layer 0, [n, H].
         deep: See `Given.deep`, each [n, H].
         grid: For M-RoPE, the number of positions (time, height, width) that the rows take. None for other models.
-        mutual: Layers in which the rows see each other. If there are such layers, or if there is a grid, the rows are
+        mutual: Layers that let the rows see each other. If there are such layers, or if there is a grid, the rows are
             adjacent in the prompt.
     """
 

@@ -98,7 +98,7 @@ def multipliers(raw: Raw) -> dict[str, Multiplier]:
 
 
 class Scaled(Renamed):
-    """Tensors, some of which are multiplied by a factor for each row."""
+    """Tensors, with the rows of some tensors multiplied by factors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], factors: Mapping[str, Multiplier]) -> None:
         """Multiply tensors by `factors`, which maps the suffix of a tensor's name to the factors for its rows."""

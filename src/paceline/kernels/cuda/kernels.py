@@ -190,7 +190,7 @@ def fixed_product(
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    """Choose the columns and the depth of a tile by the number of outputs, such that there is at least one program per
+    """Choose the columns and the depth of a tile by the number of outputs, for at least one program per
     multiprocessor."""
     return (32, 128) if columns < 8192 else (64, 128) if columns < 32768 else (128, 64)
 
