@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's layout. They are merged into the tensors of their base model when these are accessed.
+"""LoRA adapters in PEFT's layout. An access to a tensor of the base model merges the adapter into it.
 
 W' = W + s B A, where s = alpha / r (Hu et al. 2021), or alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski
 2023). DoRA (Liu et al. 2024) also scales each output row of W' to a trained norm.
@@ -292,8 +292,8 @@ class Merged(LazyTensors):
         """Return a tensor before products are added to it: the base model's tensor, or the tensor that replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.whole:
-            # If an adapter replaces the embedding, this does not affect a tied head. If the embedding also has
-            # products, however, it was replaced only to resize it.
+            # A replaced embedding does not affect a tied head. However, if the embedding also has products, it was
+            # replaced only to resize it, so it replaces the tied head too.
             resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
             return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
         tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]

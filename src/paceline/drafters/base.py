@@ -30,7 +30,7 @@ class Ask:
         slot: The slot of the request.
         prefix: The text so far.
         budget: Maximum size of the draft.
-        sampler: Ranks or draws candidates in the way that the target will choose tokens.
+        sampler: Ranks or draws candidates in the same way as the target chooses tokens.
         price: Cost of verifying one additional node, in tokens. A node is worth drafting only if its probability of
             acceptance is higher.
         pace: Measured total throughput of this round's requests, in tokens per second. Drafting for another second pays
@@ -51,8 +51,8 @@ class Ask:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Token ids of the prompt and the reply so far, ending with the pending token. Do not modify the list: it is
-        not a copy."""
+        """Token ids of the prompt and the reply so far, ending with the pending token. This is not a copy, so do not
+        modify it."""
         return self.prefix.token_ids
 
     @property
@@ -144,7 +144,7 @@ class Drafter(ABC):
         """
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        """Start a request with the same prompt as slot `source`, whose prompt has been fed but which has no drafts yet.
+        """Start a request with the same prompt as slot `source`, which has been fed its prompt, but has no drafts yet.
 
         The prompt is not fed again, so a drafter with taps must copy the states that it received for `source`.
         """
@@ -201,15 +201,14 @@ class Drafter(ABC):
         """
 
     def restored(self, saved: Any) -> Saved:
-        """Give a result of `save` that was read from a file the functions of this drafter, and return it
+        """Return a result of `save` that was read from a file, with this drafter's functions put back
         (`protocols.Restorer`)."""
         kept: Saved = saved
         return kept
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Return one draft per ask, in order: an empty `Draft()` for a request that the drafter has nothing to propose
-        for.
+        """Return one draft per ask, in order. Return an empty `Draft()` for a request if there is nothing to propose.
 
         All requests of the round wait for this call. So read a long text in parts, over several calls, and return
         `Draft(unread=...)` until the text has been read.
