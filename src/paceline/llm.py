@@ -114,7 +114,7 @@ class LLM:
         return self.model.vision
 
     def required_vision(self) -> Vision:
-        """Return the model's vision tower. Raises `InvalidPrompt` if there is none."""
+        """Return the model's vision tower. Raise `InvalidPrompt` if there is none."""
         if self.vision is None:
             raise InvalidPrompt(
                 f"{self.model.path.name} reads text only, so it cannot take images",

@@ -333,7 +333,8 @@ def _split(spec: str) -> list[str]:
 
 
 def _split_threshold(part: str) -> tuple[str, dict[str, float]]:
-    """Split `early-exit...@P` into the name and its threshold, if it has one. Raises `InvalidOption`."""
+    """Split `early-exit...@P` into the name and its threshold, if it has one. Raise `InvalidOption` if the threshold is
+    not valid."""
     found = re.fullmatch(r"(early-exit(?::.+)?)@(\d+(?:\.\d*)?|\.\d+)", part)
     if not found:
         return part, {}

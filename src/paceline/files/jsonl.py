@@ -122,7 +122,7 @@ class BoundedJournal(Journal):
     """
 
     def __init__(self, path: Path, mode: int, limit: int, header: Mapping[str, Any]) -> None:
-        """Open or create the file. Raises as `Journal`."""
+        """Open or create the file. Raise the errors of `Journal`."""
         super().__init__(path, mode)
         self._path, self._mode, self._half, self._header = path, mode, limit // 2, header
         self._size = path.stat().st_size

@@ -25,7 +25,7 @@ class FieldKind:
 
     Attributes:
         what: Description, such as "a string".
-        holds: Returns True for values of this kind.
+        holds: A function that returns True for values of this kind.
         many: Plural of `what`.
         every: A Python type whose values are all of this kind, or None. With it, a long list is checked by the set of
             its elements' types.

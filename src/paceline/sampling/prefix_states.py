@@ -17,8 +17,9 @@ class PrefixStates(Generic[State]):
         """Set the rules.
 
         Args:
-            begin: Returns the state after the first tokens of a new text, and the number of these tokens.
-            after: Returns the state after another token.
+            begin: A function that returns the state after the first tokens of a new text, and the number of these
+                tokens.
+            after: A function that returns the state after another token.
         """
         self._begin, self._after = begin, after
         self._known: dict[tuple[int, ...], State] = {}

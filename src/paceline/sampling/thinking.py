@@ -79,7 +79,7 @@ class ThinkingLimit(Forcing):
         Args:
             budget: The budget.
             forced: Tokens that end the reasoning.
-            spell: Returns the bytes of a token.
+            spell: A function that returns the bytes of a token.
         """
         self._budget, self._forced, self._spell = budget, forced, spell
         self._start, self._end = budget.start.encode(), budget.end.encode()

@@ -108,7 +108,7 @@ class Sandbox:
         Args:
             key: Name of this preparation.
             job: The function, "module:name".
-            argument: Returns the function's argument. It is called only if it is needed.
+            argument: A function that returns the argument. It is called only if the argument is needed.
 
         Raises:
             JobFailed: If the function raises an error.
