@@ -118,7 +118,7 @@ class LLM:
         if self.vision is None:
             raise InvalidPrompt(
                 f"{self.model.path.name} reads text only, so it cannot take images",
-                "Use a model that sees (`paceline info MODEL` tells). A GGUF file needs its mmproj file",
+                "Use a model that accepts images (see `paceline info MODEL`). A GGUF file needs its mmproj file",
             )
         return self.vision
 
@@ -147,7 +147,10 @@ class LLM:
                     f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct that file"
                 ) from error
         if not isinstance(given, Sampling):
-            raise InvalidOption(f"sampling is a {type(given).__name__}", "Pass a paceline.Sampling, or one per prompt")
+            raise InvalidOption(
+                f"sampling must be a Sampling, got {type(given).__name__}",
+                "Use paceline.Sampling(...), or one per prompt",
+            )
         return changed(given, changes)
 
     @overload

@@ -133,7 +133,7 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
     if files := _shards(path, safe):
         return Shards(files, _open_safetensors, mapped=True)
     if not (files := _shards(path, pickled)):
-        raise ModelNotFound(f"{path} holds no {safe} and no index of it", "Fetch the weights too")
+        raise ModelNotFound(f"{path} contains neither {safe} nor an index of it", "Fetch the weights too")
     if not allow_pickle:
         raise UnsupportedModel(
             f"{path} holds only pickled weights ({pickled}), which may run code when read",

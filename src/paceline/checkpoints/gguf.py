@@ -89,7 +89,7 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
     if uneven and not layout.own_sizes:
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
-        raise UnsupportedModel(f"{title} embeds or ranks texts and does not generate any", "Use a language model")
+        raise UnsupportedModel(f"{title} embeds or ranks texts, but does not generate text", "Use a language model")
     if (layers := meta["block_count"] - meta.get("nextn_predict_layers", 0)) < 1:
         raise CorruptModel(f"{title} has no layers except MTP layers", "Fetch the file again")
     # Mamba-2 has 0 heads. Using 1 avoids a division by zero, and has no other effect.

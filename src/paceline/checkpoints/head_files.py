@@ -78,7 +78,7 @@ def open_head(
             return built_in
         raise UnsupportedModel(
             f"{path} holds no learned drafter that Paceline knows",
-            "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers. Name a draft model as model:REF",
+            "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers. For a draft model, use model:REF",
         )
     _check_fields(path / "config.json", raw)
     folder = HeadFolder(path, raw, _tensors(path, allow_pickle))

@@ -87,7 +87,7 @@ def _wrap(model: Any, tokenizer: Any, progress: bool) -> Loaded:
         wrappable = isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
     if not wrappable:
         raise InvalidOption(
-            f"model is a {type(model).__name__}",
+            f"model must be a name, a path or a model object, got {type(model).__name__}",
             "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head, or one of PEFT",
         )
     if tokenizer is None:

@@ -277,7 +277,7 @@ class PrefixCache:
         while leaving[bool(limit) :] and sum(text.nbytes for text in leaving) > limit:
             assert self.disk
             self.disk.withdraw(leaving.pop(0))
-            _LOG.debug("a prefix is not written to disk: too many wait")
+            _LOG.debug("a prefix is not written to disk, because too many prefixes are waiting")
 
     def _may_exceed(self, length: int, entry: CachedText, text: Tokens, needs: str | None) -> bool:
         """Return False if it is clear, from lengths and a single token, that no more than `length` tokens of an entry

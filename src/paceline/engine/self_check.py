@@ -54,7 +54,7 @@ def check_exact(guarantee: Guarantee, device: torch.device) -> None:
     """
     if guarantee != "bits":
         raise InvalidOption(
-            f"exact=True is not possible: the rows of a pass change each other's last bits in this model on {device}, "
+            f"exact=True is not possible: in this model on {device}, logits depend on the batch composition, "
             "so text equals plain decoding only up to rounding",
             'Use dtype="bfloat16" on a CPU with a C++ compiler, or omit exact=True',
         )

@@ -192,7 +192,8 @@ def _embedding(config: EagleConfig, weights: Weights, host: TargetWithHead) -> A
         return lambda tokens: F.embedding(tokens, table)
     if config.layer.hidden != config.target_hidden:
         raise CorruptModel(
-            f"the head is {config.layer.hidden} wide, its target {config.target_hidden}, and it has no embedding",
+            f"the head has no embedding, and its width {config.layer.hidden} is not its target's, "
+            f"{config.target_hidden}",
             "Fetch the head again",
         )
     return host.embed

@@ -66,6 +66,7 @@ def _rows(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:
     head = host.head()
     if head.shape[1] != hidden:
         raise CorruptModel(
-            f"the head is {hidden} wide, its target {head.shape[1]}, and it has no {_HEAD}", "Fetch the head again"
+            f"the head has no {_HEAD}, and its width {hidden} is not its target's, {head.shape[1]}",
+            "Fetch the head again",
         )
     return head[ids.to(head.device)]
