@@ -24,8 +24,8 @@ drafted."""
 _OUTLIER, _MEMORY = 2.0, 8.0
 """Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEMORY` times."""
 _DRAWN = 0.3
-"""Minimum probability of a path, for it to be extended by drawn tokens. It is a constant, because a drawn draft must
-not depend on measured costs."""
+"""Minimum probability of a path that is extended by drawn tokens. It is a constant, because a drawn draft must not
+depend on measured costs."""
 ROOT = -1
 """The parent of a node that continues the pending token."""
 
@@ -66,8 +66,8 @@ class Nodes(ABC):
         return list(nodes)
 
     def promise(self, nodes: Sequence[int]) -> float:
-        """Return the probability that one of these nodes, which have the same depth, is accepted. It is 1 if it is not
-        known."""
+        """Return the probability that one of these nodes, which have the same depth, is accepted, or 1 if it is
+        unknown."""
         return 1.0
 
     def draft(self, first: Sequence[int] = ()) -> Draft:

@@ -26,8 +26,7 @@ of the text (one token in ...). The three limits apply while the text is in memo
 little), when it leaves memory, and when the process ends. Each file holds a whole text, so writing a growing text at
 every turn would wear out the disk. With a quarter, all files of a text together have at most five times its size."""
 _NOTABLE = 256
-"""Minimum number of tokens after the first difference, in the prompt and in the cached text, for a difference to be
-reported."""
+"""A difference is reported if the prompt and the cached text both have at least this number of tokens after it."""
 _SHOWN = 16
 """Number of tokens that a `Divergence` shows of each text."""
 _PREFER_MEMORY = 32

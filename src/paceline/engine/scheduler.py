@@ -37,7 +37,7 @@ _MAX_CATCH_UP = 4
 """While requests are waiting, up to this multiple of the usual number of prompt tokens is fed between two rounds. A
 higher multiple would shorten the wait for first tokens, but would stall running replies."""
 _IN_TURN = 4
-"""One out of this number of pieces comes from the prompt that has waited longest."""
+"""Every `_IN_TURN`-th piece comes from the prompt that has waited longest."""
 
 
 @dataclass(eq=False, slots=True)
