@@ -1,4 +1,4 @@
-"""The errors that Paceline raises. Each message names the cause, then the fix."""
+"""The errors that Paceline raises. Each message names the cause first, and then the fix."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _LONGEST = 1000
 
 
 def one_line(text: str, longest: int = _LONGEST) -> str:
-    """Return a text on one line: line breaks become spaces, control characters are escaped, long texts are
-    shortened."""
+    """Return a text on one line. Line breaks become spaces, control characters are escaped, and a long text is
+    shortened in the middle."""
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -30,7 +30,7 @@ class PacelineError(Exception):
     Attributes:
         cause: What is wrong.
         fix: What to do about it. May be empty.
-        partial: The `Completion` of a stream so far, or a list of them for a batch.
+        partial: For a stream, the `Completion` so far. For a batch, a list of completions. Otherwise None.
     """
 
     partial: Any = None
@@ -41,7 +41,7 @@ class PacelineError(Exception):
 
 
 class ModelNotFound(PacelineError, FileNotFoundError):
-    """A model does not exist as a folder, file or hub model, or it cannot be downloaded."""
+    """There is no folder, file or hub model with this name, or the model cannot be downloaded."""
 
 
 class CorruptModel(PacelineError):
@@ -53,7 +53,7 @@ class UnsupportedModel(PacelineError):
 
 
 class AdapterMismatch(PacelineError):
-    """An adapter changes modules that the model lacks, or that have other shapes."""
+    """An adapter changes modules that the model does not have, or that have other shapes in the model."""
 
 
 class HeadMismatch(PacelineError):
@@ -65,14 +65,15 @@ class CannotWrite(PacelineError, OSError):
 
 
 class TokenizerMismatch(PacelineError):
-    """A tokenizer has no text tokens, so no tokens can be mapped between it and another tokenizer."""
+    """A tokenizer has no tokens that stand for text, so its tokens cannot be mapped to the tokens of another
+    tokenizer."""
 
 
 class InvalidOption(PacelineError, ValueError):
     """A parameter is out of range or has the wrong type.
 
     Attributes:
-        param: The parameter's name, None if the error is about several parameters.
+        param: The parameter's name. None if the error is about several parameters.
     """
 
     def __init__(self, cause: str, fix: str = "", param: str | None = None) -> None:
@@ -97,7 +98,7 @@ class OutOfMemory(PacelineError, MemoryError):
 
 
 class TimedOut(PacelineError, TimeoutError):
-    """A reply exceeded its time limit. The tokens so far have been delivered."""
+    """A reply exceeded its time limit. The tokens that were generated before have been delivered."""
 
 
 class TrainingFailed(PacelineError):
@@ -105,15 +106,15 @@ class TrainingFailed(PacelineError):
 
 
 class SessionError(PacelineError, ValueError):
-    """A call is not possible in the current state of a session. The state is unchanged."""
+    """A call is not possible in the current state of a session. The session does not change."""
 
 
 class CacheError(PacelineError, ValueError):
-    """A call violates the contract of a KV cache. The cache is unchanged."""
+    """A call violates the contract of a KV cache. The cache does not change."""
 
 
 class RankLost(PacelineError, ConnectionError):
-    """One of the processes that share a model has ended, so the model cannot be used any longer."""
+    """One of the processes that share a model has ended, so the model can no longer be used."""
 
 
 class NonFiniteLogits(PacelineError, ArithmeticError):
@@ -125,7 +126,8 @@ class NoTokenLeft(PacelineError, ValueError):
 
 
 def install_line(extra: str) -> str:
-    """Return the command that installs an extra, from PyPI or, if Paceline runs from a checkout, from the checkout."""
+    """Return the command that installs an extra. It installs from the checkout if Paceline runs from one, and from PyPI
+    otherwise."""
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():
         return f'pip install "paceline[{extra}]"'
@@ -133,14 +135,15 @@ def install_line(extra: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if an error of Python or torch means that no memory was left."""
+    """Return True if an error of Python or torch means "no memory left"."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
 
 
 @contextmanager
 def memory_named(cause: str, fix: str) -> Iterator[None]:
-    """Convert errors of Python or torch that mean "no memory left" to an `OutOfMemory` with this cause and fix."""
+    """In this context, convert errors of Python or torch that mean "no memory left" to `OutOfMemory` with this cause
+    and fix."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:

@@ -51,21 +51,22 @@ if TYPE_CHECKING:
 
 
 _PREFIX_MEMORY = 1 << 30
-"""Memory for texts of `load(prefix_dir=...)`, in bytes."""
+"""Memory for the texts that `load(prefix_dir=...)` keeps, in bytes."""
 
 
 class LLM:
-    """A target model with its tokenizer and its drafters. `load` makes one.
+    """A target model with its tokenizer and its drafters. Create one with `load`.
 
     Args:
-        model: The loaded model. Several `LLM` may share it.
-        drafter: A drafter, or several by name. The first is the default; a request may name another (`start`).
-        draft: The draft size. None chooses it by cost and acceptance.
-        adapters: Adapter -> the drafter that its requests use by default. None is the default drafter of the others.
+        model: The loaded model. Several `LLM` objects may share it.
+        drafter: A drafter, or several drafters by name. The first one is the default. A request may name another one
+            (`start`).
+        draft: The draft size. None chooses the size by cost and acceptance.
+        adapters: Adapter -> the drafter that its requests use by default. None stands for the default drafter.
 
     Attributes:
-        adapter: The adapter of replies that name none.
-        recorder: The recording that `record` began, or None.
+        adapter: The adapter for replies that name no adapter.
+        recorder: The recording that `record` started, or None.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class LLM:
         self.adapter: str | None = None
         self.recorder: ReplyRecorder | None = None
         self._arguments: LoadArguments | None = None
-        """The arguments of `load`, if it can read everything again."""
+        """The arguments of `load`, if everything can be loaded again from them. Otherwise None."""
 
     def __repr__(self) -> str:
         return f"<LLM {self.name}: {self.model.path}>"
@@ -94,7 +95,7 @@ class LLM:
 
     @property
     def guarantee(self) -> Guarantee:
-        """Guarantee for text with drafts on this machine: the same bit for bit, or up to rounding."""
+        """The guarantee for text with drafts on this machine: "bits" or "rounding" (see `types.Guarantee`)."""
         return self.engine.guarantee
 
     @property
@@ -109,15 +110,15 @@ class LLM:
 
     @property
     def vision(self) -> Vision | None:
-        """The model's vision tower. None if it does not see, or Paceline cannot run its tower."""
+        """The model's vision tower. None if the model takes no images, or if Paceline cannot run its tower."""
         return self.model.vision
 
     def required_vision(self) -> Vision:
-        """Return the model's vision tower. Raises `InvalidPrompt` if there is none."""
+        """Return the model's vision tower. Raise `InvalidPrompt` if there is none."""
         if self.vision is None:
             raise InvalidPrompt(
                 f"{self.model.path.name} reads text only, so it cannot take images",
-                "Use a model that sees (`paceline info MODEL` tells). A GGUF file needs its mmproj file",
+                "Use a model that accepts images (see `paceline info MODEL`). A GGUF file needs its mmproj file",
             )
         return self.vision
 
@@ -131,9 +132,9 @@ class LLM:
         """Return sampling parameters with `changes`.
 
         Args:
-            given: The parameters to change. By default the recommendations of the model's `generation_config`; a model
-                without them is sampled greedily.
-            **changes: Single sampling parameters.
+            given: The parameters to change. The default is the recommendations in the model's `generation_config`, or
+                greedy sampling if there are none.
+            **changes: Individual sampling parameters.
 
         Raises:
             InvalidOption: If a change or the model's `generation_config` is invalid.
@@ -146,7 +147,10 @@ class LLM:
                     f"generation_config.json of {self.model.path} is invalid: {error.cause}", "Correct that file"
                 ) from error
         if not isinstance(given, Sampling):
-            raise InvalidOption(f"sampling is a {type(given).__name__}", "Pass a paceline.Sampling, or one per prompt")
+            raise InvalidOption(
+                f"sampling must be a Sampling, got {type(given).__name__}",
+                "Use paceline.Sampling(...), or one per prompt",
+            )
         return changed(given, changes)
 
     @overload
@@ -205,16 +209,17 @@ class LLM:
 
         Args:
             prompt: A text, a list of messages or a list of token ids. A list of these is a batch.
-            sampling: Sampling parameters. Without them, the model's recommendations apply (`LLM.sampling`). A batch
-                takes one value for all prompts, or one per prompt.
-            n: Replies per prompt. If given, the result is a list: the replies to a prompt are adjacent, and are samples
-                0 to n - 1 of its seed.
-            raw: Give the text to the model as it is, without the chat template.
+            sampling: Sampling parameters. The default is the model's recommendations (`LLM.sampling`). A batch takes
+                one value for all prompts, or one per prompt.
+            n: Replies per prompt. If it is given, the result is a list. The replies to one prompt are adjacent. They
+                are samples 0 to n - 1 of its seed.
+            raw: Pass the text to the model as it is, without the chat template.
             width: Maximum number of replies that share a pass.
             on_chunk: Called with every chunk as it is generated, or with (index of the reply, chunk) if the result is a
-                list. If it returns False, that reply ends.
-            adapter: Name of one of `load(adapters=...)`. For a batch also a list, with a name or None for each prompt.
-            **changes: Single sampling parameters, such as `max_new_tokens=64`. They override `sampling`.
+                list. Return False from it to end that reply.
+            adapter: Name of one of the adapters of `load(adapters=...)`. A batch also takes a list, with a name or None
+                for each prompt.
+            **changes: Individual sampling parameters, such as `max_new_tokens=64`. They override `sampling`.
 
         Returns:
             A `Completion`, or a list of them.
@@ -222,7 +227,7 @@ class LLM:
         Raises:
             PacelineError: If a prompt or an option is invalid, or generation fails.
         """
-        # One prompt may itself be a list: of ids or of messages.
+        # A single prompt may itself be a list, of ids or of messages.
         several = isinstance(prompt, (list, tuple)) and any(isinstance(one, (str, list, tuple)) for one in prompt)
         if several or n is not None:
             prompts, count = prompt if several else [prompt], 1 if n is None else n
@@ -249,11 +254,11 @@ class LLM:
         """Return an iterator over the chunks of one reply, one per token. A token is generated when it is requested.
 
         Args:
-            prompt: See `generate`, as for the other arguments.
+            prompt: A prompt, as for `generate`.
             sampling: Sampling parameters.
             raw: Skip the chat template.
             adapter: Name of an adapter.
-            **changes: Single sampling parameters.
+            **changes: Individual sampling parameters.
 
         Raises:
             PacelineError: If the prompt or an option is invalid.
@@ -280,17 +285,17 @@ class LLM:
         Args:
             prompts: Prompts, each as for `generate`.
             sampling: Sampling parameters: one value for all prompts, or one per prompt.
-            n: Replies per prompt, adjacent in the results: samples 0 to n - 1 of the prompt's seed.
+            n: Replies per prompt. They are adjacent in the results, and are samples 0 to n - 1 of the prompt's seed.
             raw: Skip the chat template.
             width: Maximum number of replies that share a pass. The others wait.
             adapter: Name of an adapter for all prompts, or a list with a name or None for each.
-            **changes: Single sampling parameters for all prompts. They override `sampling`.
+            **changes: Individual sampling parameters for all prompts. They override `sampling`.
 
         Raises:
-            PacelineError: If a prompt or an option is invalid. No reply has started then.
+            PacelineError: If a prompt or an option is invalid. In this case, no reply has started.
         """
         if isinstance(prompts, str):
-            raise InvalidPrompt("batch() takes a list of prompts, not one text", "Pass [text], or call generate()")
+            raise InvalidPrompt("batch() takes a list of prompts, not a single text", "Pass [text], or call generate()")
         each = sampling if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
         for what, given in (("samplings", each), ("adapters", names)):
@@ -331,11 +336,11 @@ class LLM:
         Args:
             tokens: Token ids of the prompt.
             sampling: Sampling parameters.
-            sample: Number of the sample, for several replies from one seed.
+            sample: Index of the sample, if one seed has several replies.
             source: A request with the same prompt, whose prefill this one may reuse.
-            speculation: Drafter and draft size. None is the adapter's default (`LLM.speculation`).
-            scores: Collects log-probabilities or states of the prompt.
-            adapter: Name of an adapter. None is `LLM.adapter`.
+            speculation: Drafter and draft size. None uses the adapter's default (`LLM.speculation`).
+            scores: Collects the log-probabilities or hidden states of the prompt.
+            adapter: Name of an adapter. None uses `LLM.adapter`.
 
         Raises:
             PacelineError: If an option is invalid.
@@ -363,15 +368,15 @@ class LLM:
         return request
 
     def speculation(self, adapter: str | None = None) -> Speculation:
-        """Return the speculation that requests with this adapter use by default."""
+        """Return the drafter and draft size that requests with this adapter use by default."""
         drafter = self.adapters.get(adapter or "")
         return Speculation(None if drafter == "none" else drafter) if drafter else self.engine.policies.default
 
     def record(self, path: str | Path) -> ReplyRecorder:
-        """Start to append every reply to a recording at `path`. The caller closes it.
+        """Start appending every reply to a recording at `path`. The caller must close the recording.
 
         Raises:
-            InvalidData: If the file is not a recording, or one of another model.
+            InvalidData: If the file is not a recording, or is a recording of another model.
             OSError: If the file cannot be opened.
         """
         self.recorder = ReplyRecorder(Path(path), self.model)
@@ -395,7 +400,7 @@ class LLM:
         """Return a session, which runs the target for your own loop (docs/how-to/own-loop.md).
 
         Args:
-            adapter: Name of an adapter. None is `LLM.adapter`.
+            adapter: Name of an adapter. None uses `LLM.adapter`.
         """
         number = self.model.adapter_number(adapter or self.adapter)
         return Session(self.model.target, self.model.eos, self.encode, self.tokenizer.decode, number)
@@ -415,15 +420,15 @@ class LLM:
     def quantize(self, mode: Precision, draft: Precision | None = None) -> None:
         """Change the precision of the weights.
 
-        Target and drafters are read from their files again, so that no weight is rounded twice. The old weights stay
-        in memory until the new ones are loaded, and replies that have started finish with them.
+        The target and the drafters are read from their files again, so that no weight is rounded twice. The old weights
+        stay in memory until the new ones are loaded, and replies that have already started finish with the old ones.
 
         Args:
-            mode: Precision of the target, as `load` takes it.
-            draft: Precision of the drafters. None keeps it.
+            mode: Precision of the target: a value of the argument `quantize` of `load`.
+            draft: Precision of the drafters. None keeps their precision.
 
         Raises:
-            PacelineError: If the model cannot be quantised or read again. Then `self` stays as it was.
+            PacelineError: If the model cannot be quantised or read again. In this case, the object is unchanged.
         """
         arguments = self._arguments
         if arguments is None or self.recorder or isinstance(arguments.drafter, Drafter):
@@ -469,57 +474,60 @@ def load(
 
     Args:
         model: "demo", a folder in Hugging Face layout, a GGUF file, a hub id, or a LoRA adapter in PEFT's layout, which
-            names its base model itself. Or a causal model of transformers or a PeftModel that is already loaded: it
-            needs `tokenizer`, stays on its device and in its dtype, and is set to eval().
+            names its own base model. It may also be a loaded causal model of transformers or a loaded PeftModel. Such a
+            model needs `tokenizer`, keeps its device and dtype, and is set to eval().
         adapter: A LoRA adapter, as a folder or hub id, to merge into the model.
-        adapters: LoRA adapters by name. Each request may choose one. A `paceline.Adapter` adds several
-            adapters up, or gives one its own drafter.
-        tokenizer: The tokenizer of a model object. Other models bring their own.
-        drafter: One of these, or a list of them, for requests that name their drafter:
+        adapters: LoRA adapters by name. Each request may choose one. Use a `paceline.Adapter` to combine several
+            adapters, or to give an adapter its own drafter.
+        tokenizer: The tokenizer for a model object. All other models come with their own tokenizer.
+        drafter: One of the following, or a list of them if requests choose their drafter by name:
             - None: no drafter.
             - "auto": "suffix", then the model's own MTP layer if it has one.
-            - "suffix" or "ngram": repeats of the text.
+            - "suffix" or "ngram": repetitions in the text.
             - "model:REF": a small model ("model:REF@ADAPTER" with an adapter).
             - "eagle3:REF", "medusa:REF", "block:REF", "early-exit:REF", or "head:REF" for any kind: a head that was
-              trained for the model. "eagle3" or "medusa" alone is the one that comes with Paceline.
-            - "early-exit:LAYERS": the first layers of the model. In "early-exit:8@0.7", a chain ends below that
-              probability.
-            - Several joined by "+": the first that has a draft.
+              trained for the model. "eagle3" or "medusa" without a REF is the head that comes with Paceline.
+            - "early-exit:LAYERS": the first layers of the model. "early-exit:8@0.7" uses 8 layers and ends a chain
+              where the probability falls below 0.7.
+            - Several joined by "+": for each draft, the first of them that can propose one.
             - A `Drafter` object.
-        draft: Tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts to cost and acceptance.
+        draft: Tokens to draft per round: a length, a `DraftBudget`, or "auto", which adapts the length to cost and
+            acceptance.
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "mps".
-        quantize: "auto" keeps the codes of a GGUF file, and loads other files in `dtype`. "none" gives floats, as does
-            any `dtype` but "auto". "int8" and "int4" quantise (docs/how-to/quantize.md).
+        quantize: "auto" keeps the codes of a GGUF file, and loads other files in `dtype`. "none" loads floats, as does
+            any `dtype` other than "auto". "int8" and "int4" quantise (docs/how-to/quantize.md).
         draft_quantize: The same for a drafter's weights. "auto" is 4 bits.
         kv_type: Type of the target's keys and values: "bf16", "f16", "f32", or "int8", which takes 56 % of the memory
             of "bf16" and changes the text slightly. "auto" is the model's dtype (docs/how-to/quantize.md).
-        draft_vocab: The vocabulary of a draft model or EAGLE head: "auto" (the 49,152 lowest ids of a
-            vocabulary of more than 65,536), a number (0: all), or a JSONL file of the model's own answers, whose most
-            frequent tokens are taken.
+        draft_vocab: The vocabulary of a draft model or EAGLE head: "auto" (the 49,152 lowest ids if the vocabulary has
+            more than 65,536), a number of ids (0 for all), or a JSONL file of the model's own answers, which selects
+            their most frequent tokens.
         revision: Branch, tag or commit of the model's hub id.
         draft_revision: The same for the drafter's hub id.
-        token: Token for the hub.
+        token: Access token for the hub.
         allow_pickle: Read `pytorch_model.bin`, or `medusa_lm_head.pt` of a head, if there are no safetensors. Only
             tensors are read, and no code is run.
-        progress: Show bars on stderr for downloads, compilation and loading that take more than two seconds. None: only
-            on a terminal.
-        exact: Load only if the text stays the same bit for bit (`LLM.guarantee`). On CUDA this needs slower kernels.
-        preset: "fast", "low-memory" or "exact": sets arguments that are left at their defaults.
-        tensor_parallel: Share the target among the processes of torchrun.
-        device_map: Layers by device, such as {"cuda:0": 20, "cpu": None} (None: the rest), or "auto".
+        progress: Show progress bars on stderr for downloads, compilation and loading that take more than two seconds.
+            None shows them only on a terminal.
+        exact: Raise an error unless the text stays the same bit for bit (`LLM.guarantee`). On CUDA, this needs slower
+            kernels.
+        preset: "fast", "low-memory" or "exact". It sets arguments that are left at their defaults.
+        tensor_parallel: Split the target across the processes that torchrun started.
+        device_map: Number of layers on each device, such as {"cuda:0": 20, "cpu": None} (None for the rest), or "auto".
         draft_device_map: The same for a draft model.
-        chat_template: A Jinja file, the name of one of the model's templates ("tool_use"), or a template. It replaces
-            the model's default.
-        prefix_dir: A folder for the states of earlier prompts and replies. A prompt that begins like one of them is not
-            read again, even after a restart. Files contain the prompts' tokens; only their owner can read them. The
-            latest texts stay in memory, up to 1 GiB. By default, no text is kept.
+        chat_template: A Jinja file, the name of one of the model's templates (such as "tool_use"), or a template as
+            text. It replaces the model's default template.
+        prefix_dir: A folder for the states of earlier prompts and replies. If a prompt begins like one of them, that
+            beginning is not read again, even after a restart. The files contain the tokens of prompts and replies, and
+            only their owner can read them. The latest texts also stay in memory, up to 1 GiB. By default, no text is
+            kept.
         prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
-        mmproj: The vision tower of a GGUF file, as llama.cpp writes it. By default, a file named "mmproj" in
-            the model's folder.
+        mmproj: The file with the vision tower of a GGUF model, in llama.cpp's format. The default is a file named
+            "mmproj" in the model's folder.
 
     Raises:
-        PacelineError: With the cause and what to do about it.
+        PacelineError: If the model or the drafter cannot be loaded. The message names the cause and the fix.
     """
     arguments = LoadArguments(
         model=model,
@@ -577,7 +585,7 @@ def _load(arguments: LoadArguments) -> LLM:
 
 
 def _keep_prefixes(llm: LLM, arguments: LoadArguments) -> None:
-    """Give an LLM a prefix cache with a folder. Raise `InvalidOption` if that is not possible."""
+    """Give an LLM a prefix cache with a folder. Raise `InvalidOption` if an option does not allow that."""
     if arguments.tensor_parallel:
         raise InvalidOption(
             "prefix_dir does not support tensor parallelism", "Leave out prefix_dir, or use one process"

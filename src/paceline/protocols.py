@@ -1,5 +1,4 @@
-"""The protocols of targets and their caches. Drafters are in `drafters/base.py`; `engine/engine.py` uses all of
-them."""
+"""The protocols of targets and their caches. The engine uses them with the drafters of `drafters/base.py`."""
 
 from __future__ import annotations
 
@@ -16,42 +15,42 @@ from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class Pass(Protocol):
-    """One forward pass's view of a cache, which holds room for the rows of the pass."""
+    """A forward pass's view of a cache, which has room for the rows of the pass."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values of the pass's rows for a layer.
+        """Store one layer's keys and values for the rows of the pass.
 
         Args:
-            layer: Number of the layer.
+            layer: Index of the layer.
             k: Keys after rotary embeddings, [B, T, kv_heads, D].
             v: Values, [B, T, kv_heads, D].
         """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store keys and values of a layer, then attend. Each row sees its slot's committed prefix, its ancestors and
+        """Store one layer's keys and values, then attend. Each row sees its slot's committed prefix, its ancestors and
         itself.
 
-        A model may also do this itself: the CPU kernels store and attend in C++ (`models.cpu_layers.NativeLayers.run`,
+        A model need not call this: the CPU kernels store and attend in C++ (`models.cpu_layers.NativeLayers.run`,
         `write_head` in kernels/cpu/attention.h).
 
         Args:
-            layer: Number of the layer.
+            layer: Index of the layer.
             q: Queries, [B, T, heads, D].
             k: See `write`.
             v: See `write`.
 
         Returns:
-            [B, T, heads * D].
+            Attention output, [B, T, heads * D].
         """
 
 
 class SharedPass(Pass, Protocol):
-    """A pass over a cache with layers that share keys and values."""
+    """A pass over the cache of a model whose layers may share keys and values."""
 
     def look(self, layer: int, q: Tensor) -> Tensor:
-        """Attend to the stored keys and values of this layer, or of the earlier layer with which it shares them.
+        """Attend to the stored keys and values of this layer, or of the earlier layer that shares them with this layer.
 
-        For `q` and the result see `attend`.
+        `attend` describes `q` and the result.
         """
 
 
@@ -59,23 +58,23 @@ class RecurrentPass(Pass, Protocol):
     """A pass over a cache that also keeps the states of recurrent layers."""
 
     def recur(self, layer: int, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run a recurrent layer. Each row starts from the state after its parent. No state changes before the commit.
+        """Run a recurrent layer. Each row starts from the state after its parent. States change only at the commit.
 
         Args:
-            layer: Number of the layer.
-            inputs: Inputs of the layer for the pass's rows, each [B, T, ...].
+            layer: Index of the layer.
+            inputs: The layer's inputs for the rows of the pass, each [B, T, ...].
 
         Returns:
-            [B, T, ...].
+            Output of the layer, [B, T, ...].
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A copy of the state after the first `length` tokens of a text, for requests with the same prefix (the prefix
-    cache).
+    """A copy of the state after the first `length` tokens of a text. The prefix cache keeps it for requests that begin
+    with the same tokens.
 
-    Caches and drafters that keep other state as well derive from this class.
+    Caches and drafters that have other state as well subclass it.
     """
 
     length: int
@@ -86,16 +85,16 @@ class Saved:
         return sum(x.numel() * x.element_size() for x in self.tensors)
 
     def most(self, length: int, prompt: int) -> int:
-        """Return how many of the first `length` tokens a request with a prompt of `prompt` tokens can reuse."""
+        """Return how many of the first `length` tokens can be reused by a request whose prompt has `prompt` tokens."""
         return min(length, self.length)
 
     def holds(self, length: int, prompt: int) -> bool:
-        """Return True if such a request can reuse all `length` tokens."""
+        """Return True if all of the first `length` tokens can be reused by such a request."""
         return self.most(length, prompt) == length
 
 
 def common_most(parts: Sequence[Saved], length: int, prompt: int) -> int:
-    """Return how many of the first `length` tokens a request can reuse from all these parts."""
+    """Return how many of the first `length` tokens can be reused from every one of these parts (see `Saved.most`)."""
     while any((shorter := part.most(length, prompt)) < length for part in parts):
         length = shorter
     return length
@@ -103,14 +102,15 @@ def common_most(parts: Sequence[Saved], length: int, prompt: int) -> int:
 
 @runtime_checkable
 class Restorer(Protocol):
-    """A cache whose saved copies refer to functions of the model, which a file cannot hold."""
+    """A cache whose saved copies contain functions of the model. A file cannot hold functions, so they are put back
+    later."""
 
     def restored(self, saved: Any) -> Saved:
-        """Return a copy that was read from a file, with this cache's functions."""
+        """Return a saved copy that was read from a file, with this cache's functions put back."""
 
 
 def restored(cache: object, saved: Saved) -> Saved:
-    """Return a copy that was read from a file, ready for a cache of the same model."""
+    """Return a saved copy that was read from a file, ready to be loaded into this cache."""
     return cache.restored(saved) if isinstance(cache, Restorer) else saved
 
 
@@ -118,11 +118,11 @@ PassT = TypeVar("PassT", covariant=True, default=Pass)
 
 
 class KVCache(Protocol[PassT]):
-    """Keys and values of all slots. The cache owns its layout, growth and lengths.
+    """Keys and values of all slots. The cache manages its own layout, growth and lengths.
 
-    Rows that are written but not committed are overwritten later, so there is no rollback. Costs depend on the length
-    that a slot has reached, never on the capacity. `PassT` is the type that `begin` returns. It is `Pass`, unless the
-    model has its own attention.
+    There is no rollback: rows that were written but not committed are overwritten later. The cost of a pass depends on
+    the lengths of its slots, never on the capacity. `PassT` is the type that `begin` returns: `Pass`, unless the model
+    has its own kind of attention.
     """
 
     @property
@@ -131,24 +131,24 @@ class KVCache(Protocol[PassT]):
 
     @property
     def prompts(self) -> Sequence[int]:
-        """Prompt length of each slot's request, for models with rotary factors that depend on the length of the text.
+        """Prompt length of each slot's request, for models whose rotary factors depend on the length of the text.
 
         It stays the same for the whole request, because keys and queries must use the same factors.
         """
 
     @property
     def adapters(self) -> Sequence[int]:
-        """Adapter of each slot's request: a number in `Adaptable.adapters` starting at 1, or 0 for none."""
+        """Adapter of each slot's request: its index in `Adaptable.adapters`, counted from 1, or 0 for no adapter."""
 
     @property
     def lags(self) -> Sequence[int]:
-        """Difference between the length of each slot's text and its next rotary position, after the prompt.
+        """For each slot, the length of its text minus its next rotary position, after the prompt.
 
-        It is above 0 after images in models with M-RoPE: an image takes fewer positions than rows.
+        It is above 0 after an image in a model with M-RoPE, because an image takes fewer positions than rows.
         """
 
     def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
-        """Return a free slot of length 0.
+        """Take a free slot, with length 0, and return it.
 
         Args:
             prompt: Length of the request's prompt, in tokens.
@@ -160,7 +160,7 @@ class KVCache(Protocol[PassT]):
         """
 
     def begin(self, rows: Rows) -> PassT:
-        """Make room for rows, and return the pass that writes and reads them.
+        """Make room for the rows of a pass, and return the pass, which writes and reads them.
 
         Raises:
             OutOfMemory: If there is no memory for the rows.
@@ -173,25 +173,27 @@ class KVCache(Protocol[PassT]):
         """Keep the accepted rows of a pass. Only this call increases the length of a slot.
 
         Args:
-            rows: Rows of the latest pass of these slots, which can be committed once.
-            paths: Accepted rows of each slot, in order, after row 0, which is always kept. None keeps nothing.
+            rows: Rows of the latest pass of these slots. A pass can be committed once.
+            paths: For each slot, the accepted rows after row 0, in order. Row 0 is always kept. None keeps no row of
+                the slot.
 
         Raises:
-            CacheError: If `rows` belongs to an earlier pass, or a slot has been released since.
+            CacheError: If `rows` belongs to an earlier pass, or a slot has been released in the meantime.
         """
 
     def truncate(self, slot: int, length: int) -> None:
         """Drop all tokens after the first `length`.
 
-        A cache may drop more if it no longer has the state at that length (a sliding window that moved on, a state
-        between two checkpoints). Look at `lengths`, and feed the missing tokens again.
+        A cache drops more tokens if it no longer has the state at that length, for example because a sliding window has
+        moved on or the length lies between two checkpoints. Read `lengths` afterwards, and feed the missing tokens
+        again.
 
         Raises:
-            CacheError: Unless 0 <= length <= the slot's length.
+            CacheError: If `length` is negative or greater than the slot's length.
         """
 
     def fork(self, slot: int) -> int:
-        """Return a new slot with a copy of everything that `slot` has committed.
+        """Copy everything that `slot` has committed to a new slot, and return the new slot.
 
         Raises:
             OutOfMemory: If there is no memory for a slot.
@@ -201,7 +203,7 @@ class KVCache(Protocol[PassT]):
         """Return a copy of everything that the slot has committed. It outlives the slot and the cache."""
 
     def load(self, slot: int, saved: Any, length: int) -> int:
-        """Fill a new slot from a saved copy of a cache of the same target.
+        """Fill a new slot from a saved copy, which may come from another cache of the same target.
 
         Args:
             slot: A slot of length 0.
@@ -209,26 +211,26 @@ class KVCache(Protocol[PassT]):
             length: Number of tokens to load.
 
         Returns:
-            The new length of the slot, `saved.most`. It may be lower than `length` (a state between two checkpoints),
-            or 0 (a sliding window that moved on, or rotary factors for another text length).
+            The new length of the slot, which is `saved.most`. It is lower than `length` if `length` lies between two
+            checkpoints. It is 0 if a sliding window has moved on, or if the rotary factors are for another text length.
 
         Raises:
             OutOfMemory: If there is no memory for the tokens.
         """
 
     def release(self, slot: int) -> None:
-        """Release a slot. Releasing a free slot does nothing. Any other use of a free slot raises `CacheError`."""
+        """Free a slot. Releasing a free slot does nothing. Any other use of a free slot raises `CacheError`."""
 
 
 class Target(Protocol):
-    """A model that computes any number of rows in one pass, over a cache that it creates."""
+    """A model that computes any number of rows in one pass over a cache, which it creates itself."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def context_length(self) -> int:
-        """Maximum number of tokens (prompt and reply) of a slot."""
+        """Maximum length of a slot's text (prompt and reply), in tokens."""
 
     @property
     def device(self) -> torch.device: ...
@@ -236,35 +238,35 @@ class Target(Protocol):
     def new_cache(self) -> KVCache[Any]: ...
 
     def forward(self, rows: Rows, cache: KVCache[Any], want: Want) -> Forward:
-        """Compute rows and store their keys and values, without committing them.
+        """Compute rows and store their keys and values in the cache, without committing them.
 
         Args:
             rows: Rows to compute.
-            cache: A cache from `new_cache`.
+            cache: A cache that `new_cache` returned.
             want: Requested outputs.
         """
 
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A target that can be represented by a part of it, for self-checks."""
+    """A target that a small excerpt can stand for in self-checks."""
 
     @property
     def rows_are_independent(self) -> bool:
-        """True if the order of every sum does not depend on the number of rows, so that a row has the same bits in any
-        pass."""
+        """True if no sum is computed in an order that depends on the number of rows. A row then has the same bits in
+        any pass."""
 
     def excerpt(self) -> Target:
-        """Return a target of the first layers, as few as include each kind of layer.
+        """Return a target made of the first layers, with as few layers as possible but every kind of layer.
 
-        It has only the first outputs of the head if the kernels treat all outputs in the same way. If parts would be
-        computed differently, return the target itself.
+        Its head has only the first outputs if the kernels treat all outputs alike. If the excerpt would be computed
+        differently from the whole, return the target itself.
         """
 
 
 @runtime_checkable
 class Adaptable(Protocol):
-    """A target with adapters. Each slot may use one of them (`KVCache.acquire`)."""
+    """A target with adapters. Each slot uses one adapter or none (`KVCache.acquire`)."""
 
     @property
     def adapters(self) -> Sequence[str]:
@@ -277,41 +279,55 @@ class EmbeddingAndHead(Protocol):
 
     @property
     def layers(self) -> int:
-        """Number of layers. The taps are 0 to layers - 1, and "final"."""
+        """Number of layers. The taps are 0 to `layers` - 1, and "final"."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input of layer 0 for tokens (int64 [...]), [..., H] in the target's dtype."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Return float32 logits [..., V] for normed states [..., H]: the tap "final", or a drafter's prediction of
-        it."""
-
-    def head(self) -> Tensor:
-        """Return the matrix [V, H] of the output head, which is used to train drafters."""
-
-    def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
-        """Convert products of states with rows of `head` to logits, in place, with the target's bias, factor and bound.
+        """Return the input of layer 0 for token ids.
 
         Args:
-            products: [..., C].
-            tokens: Tokens of the rows, [C].
+            tokens: int64 [...].
+
+        Returns:
+            [..., H], in the target's dtype.
+        """
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits for normed states.
+
+        Args:
+            x: The tap "final", or a drafter's prediction of it, [..., H].
+
+        Returns:
+            float32 [..., V].
+        """
+
+    def head(self) -> Tensor:
+        """Return the weight matrix of the output head, [V, H]. Training uses it."""
+
+    def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
+        """Convert products of states with rows of `head` to logits, in place: add the bias, apply the scale and the
+        softcap.
+
+        Args:
+            products: Products with C rows of `head`, [..., C].
+            tokens: Token ids of these rows, [C].
         """
 
 
 @runtime_checkable
 class TargetWithHead(Target, EmbeddingAndHead, Protocol):
-    """A target for learned drafters, which use its dtype, device, embedding and head."""
+    """A target that learned drafters can use: they need its dtype, device, embedding and head."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
 
 class Closable(ABC):
-    """An object that holds a slot, a cache or a file until `close`, the end of its `with` block, or its deletion."""
+    """An object that holds a slot, a cache or a file until it is closed, deleted, or its `with` block ends."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything that is held. Closing twice does nothing."""
+        """Release everything that the object holds. Closing twice does nothing."""
 
     def __enter__(self) -> Self:
         return self

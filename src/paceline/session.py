@@ -1,4 +1,4 @@
-"""A target for your own decoding loops: feed tokens, score drafts, roll back."""
+"""Sessions, which run a target for your own decoding loop: feed tokens, score drafts, roll back."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Results = tuple[Tensor, dict[Tap, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _ScoredRows:
-    """Scored rows.
+    """The rows of a draft, with their logits and taps.
 
     Attributes:
-        draft: The draft after row 0.
+        draft: The draft. Its rows follow row 0.
         start: Position of row 0 in the history.
         logits: [T, V].
         taps: Tap -> [T, H].
@@ -36,12 +36,12 @@ class _ScoredRows:
     taps: dict[Tap, Tensor]
 
     def child(self, row: int, token: int) -> int | None:
-        """Return the row of this token after `row`, if it was scored."""
+        """Return the child of `row` with this token, or None if it was not scored."""
         edges = zip(self.draft.parents, self.draft.tokens, strict=True)
         return next((node for node, edge in enumerate(edges, 1) if edge == (row, token)), None)
 
     def find(self, row: int, draft: Draft) -> list[int] | None:
-        """Return the rows of another draft after `row`, if all of them were scored."""
+        """Return `row` and the rows of another draft that follows it, or None if not all of them were scored."""
         rows = [row]
         for parent, token in zip(draft.parents, draft.tokens, strict=True):
             child = self.child(rows[parent], token)
@@ -62,14 +62,15 @@ class Snapshot:
 
 
 class Session(Closable):
-    """One text over a target. Only `observe` advances it. Create a session with `LLM.session()`.
+    """One text and a target that continues it. Only `observe` appends to the text. Create a session with
+    `LLM.session()`.
 
     The last token of the history is the pending token, which is row 0 of the next pass. Scored rows are kept until the
-    history diverges from them. So the logits of a token that was drafted and then observed cost no pass, and its keys
-    and values stay in the cache.
+    history diverges from them. If a token was drafted and is then observed, its logits therefore need no further pass,
+    and its keys and values stay in the cache.
 
-    Each session has its own cache. To free its memory, close the session, leave its `with` block or drop it. A call
-    that raises a `SessionError` changes nothing. Do not use a session from several threads at the same time.
+    Each session has its own cache. To free its memory, close the session, leave its `with` block, or delete the object.
+    A call that raises a `SessionError` changes nothing. Do not use a session from several threads at the same time.
     """
 
     _cache: KVCache | None = None
@@ -97,21 +98,21 @@ class Session(Closable):
         self._cache = cache
         self._text: list[int] = []
         self._prompt = 0
-        """Length of the history when it was first fed. Some models choose rotary factors by it."""
+        """Length of the history when it was first fed. The rotary factors of some models depend on it."""
         self._scored: _ScoredRows | None = None
         self._path: list[int] = []
-        """The scored rows below row 0 that belong to the history."""
+        """The scored rows, after row 0, that are part of the history."""
         self._fed: Rows | None = None
-        """The pass of the scored rows, until they are committed."""
+        """The pass that scored the rows. None once they are committed."""
         self._asked = Draft()
         self._taps: tuple[Tap, ...] = ()
         self._key = object()
 
-    # What is known
+    # Properties and conversion
 
     @property
     def history(self) -> list[int]:
-        """All tokens observed so far (a copy)."""
+        """A copy of all tokens observed so far."""
         return list(self._text)
 
     @property
@@ -131,10 +132,10 @@ class Session(Closable):
         """Convert token ids to text."""
         return self._decode(list(ids))
 
-    # What moves the history
+    # Changes of the history
 
     def observe(self, ids: Sequence[int]) -> None:
-        """Append tokens to the history. This computes nothing: unscored tokens are fed when logits are needed.
+        """Append tokens to the history. No pass runs yet: tokens that were not scored are fed when logits are needed.
 
         Raises:
             SessionError: If an id is out of range, or the history would exceed the context length.
@@ -152,7 +153,7 @@ class Session(Closable):
         self._asked = Draft()
 
     def rollback_to(self, length: int) -> None:
-        """Drop all tokens after the first `length`. Raise `SessionError` if there are fewer."""
+        """Drop all tokens after the first `length`. Raise `SessionError` if the history is shorter."""
         self._kv()
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= len(self._text):
             raise SessionError(
@@ -173,14 +174,14 @@ class Session(Closable):
         self.rollback_to(0)
 
     def snapshot(self) -> Snapshot:
-        """Return the current state. This copies the token ids of the history."""
+        """Return the current state, for `restore`. This copies the token ids of the history."""
         self._kv()
         return Snapshot(tuple(self._text), self._key, self._scored, tuple(self._path))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to the history and the scored logits of a snapshot.
 
-        The cache keeps the common part of both histories. All other tokens are fed again when logits are needed.
+        The cache keeps the common prefix of both histories. All later tokens are fed again when logits are needed.
 
         Raises:
             SessionError: If the snapshot belongs to another session.
@@ -200,9 +201,9 @@ class Session(Closable):
     # Output of the model
 
     def next_logits(self) -> Tensor:
-        """Return the logits after the history, float32 [V] (float64 for a float64 model).
+        """Return the logits after the last token of the history, float32 [V] (float64 for a float64 model).
 
-        This needs no pass if the last token is already scored.
+        This runs no pass if the last token has already been scored.
 
         Raises:
             SessionError: If the history is empty.
@@ -210,7 +211,7 @@ class Session(Closable):
         return self.logits_after(())[0]
 
     def logits_after(self, drafts: Sequence[int]) -> Tensor:
-        """Return logits after the history and after each draft token, from one pass.
+        """Return the logits after the history and after each draft token, computed in one pass.
 
         The history does not change. If these tokens are observed later, the pass is reused.
 
@@ -218,7 +219,7 @@ class Session(Closable):
             drafts: k draft tokens.
 
         Returns:
-            [k + 1, V]. Row i is after the history and i draft tokens.
+            Logits [k + 1, V]. Row i follows the history and the first i draft tokens.
 
         Raises:
             SessionError: If the history is empty, an id is out of range, or the tokens exceed the context length.
@@ -226,16 +227,17 @@ class Session(Closable):
         return self.tree_logits(Draft.chain(_ids(drafts)))
 
     def tree_logits(self, tree: Draft) -> Tensor:
-        """Return logits after the history and after each node of a draft tree, from one pass.
+        """Return the logits after the history and after each node of a draft tree, computed in one pass.
 
-        The history does not change. If a path of the tree is observed later, the pass is reused. A draft that exceeds
-        what the cache can verify in one pass (`KVCache.fit`) takes several passes and leaves no keys and values.
+        The history does not change. If a path of the tree is observed later, the pass is reused. If the tree is too
+        large for the cache to verify in one pass (`KVCache.fit`), it takes several passes, and its keys and values are
+        not kept.
 
         Args:
-            tree: Draft of N nodes.
+            tree: A draft of N nodes.
 
         Returns:
-            [N + 1, V]. Row 0 is after the history, row i + 1 after node i and its ancestors.
+            Logits [N + 1, V]. Row 0 follows the history. Row i + 1 follows node i and its ancestors.
 
         Raises:
             SessionError: If the history is empty, an id is out of range, or the tree exceeds the context length.
@@ -249,16 +251,16 @@ class Session(Closable):
         return scored.logits[rows]
 
     def hidden(self, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
-        """Return hidden states of the rows with the most recently requested logits.
+        """Return the hidden states of the rows whose logits were requested last.
 
-        After a change of the history, or before any request, there is only the row of its last token. Taps that were
-        requested once are computed in every later pass. The first request costs an additional pass.
+        If the history has changed since, or no logits have been requested yet, this is only the row of the last token.
+        The first request for a tap costs an additional pass. Later passes always compute the tap.
 
         Args:
-            taps: Tap i is the residual stream entering layer i; "final" is the normed output.
+            taps: The taps to return. Tap i is the residual stream entering layer i. "final" is the normed output.
 
         Returns:
-            Tap -> [R, H], with one row after `next_logits`, k + 1 or N + 1 rows after drafts.
+            Tap -> [R, H]. R is 1 after `next_logits`, k + 1 after `logits_after`, and N + 1 after `tree_logits`.
 
         Raises:
             SessionError: If the model lacks a tap, or the history is empty.
@@ -268,7 +270,7 @@ class Session(Closable):
         scored, rows = self._score(self._asked, tuple(taps))
         return {tap: scored.taps[tap][rows] for tap in taps}
 
-    # Life
+    # End
 
     def close(self) -> None:
         """Release the cache. Closing twice does nothing."""
@@ -283,7 +285,7 @@ class Session(Closable):
     # Passes
 
     def _score(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_ScoredRows, list[int]]:
-        """Return scored rows, and which of them belong to the pending token and the draft.
+        """Return scored rows, and the indices of the rows of the pending token and of the draft.
 
         A pass runs only if rows are missing.
         """
@@ -306,8 +308,8 @@ class Session(Closable):
         return self._scored, rows
 
     def _pass(self, draft: Draft, taps: tuple[Tap, ...]) -> tuple[_ScoredRows, list[int]]:
-        """Run a pass, or several if the draft is too large for one. Return its rows, and the path of rows that the
-        history already contains."""
+        """Run a pass, or several if the draft is too large for one. Return the scored rows, and the indices of the rows
+        after row 0 that are already part of the history."""
         self._commit()
         self._catch_up()
         start = self._kv().lengths[self._slot]
@@ -320,7 +322,7 @@ class Session(Closable):
         return _ScoredRows(whole, start, logits, states), [*range(1, last + 1)]
 
     def _path_by_path(self, draft: Draft, taps: tuple[Tap, ...]) -> _Results:
-        """Score each path of the draft as a chain of its own, and roll the cache back after each."""
+        """Score each path of the draft as a separate chain, and roll the cache back after each chain."""
         results: dict[int, _Results] = {}
         for path in (path for row, path in paths_of(draft).items() if row not in draft.parents):
             try:
@@ -332,7 +334,8 @@ class Session(Closable):
         return torch.stack(logits), {tap: torch.stack([x[tap] for x in states]) for tap in states[0]}
 
     def _chain(self, drafts: list[int], taps: tuple[Tap, ...]) -> list[_Results]:
-        """Feed and commit the pending token and drafts in pieces that fit. Returns the results of each row."""
+        """Feed and commit the pending token and a chain of drafts, in pieces that fit into a pass. Return the results
+        of each row."""
         tokens, cache = [self._text[-1], *drafts], self._kv()
         results: list[_Results] = []
         while left := len(tokens) - len(results):
@@ -344,16 +347,16 @@ class Session(Closable):
         return results
 
     def _feed(self, last: int, draft: Draft, taps: tuple[Tap, ...]) -> tuple[Rows, _Results]:
-        """One pass over what follows the cache: its rows, and logits [T, V] and taps [T, H]."""
+        """Run one pass over a token and a draft that follow the cached text. Return its rows, and its logits [T, V] and
+        taps [T, H]."""
         length, count = self._kv().lengths[self._slot], len(draft.tokens) + 1
         rows = pack([last], [draft], [self._slot], [length], self._target.device)
         out = self._forward(rows, Want(taps=taps))
         return rows, (out.logits[0, :count], {tap: x[0, :count] for tap, x in out.taps.items()})
 
     def _catch_up(self) -> None:
-        """Feed the history's uncached tokens, but for the pending one and a few before it: rows that a pass has anyway.
-
-        Tokens of a prompt are fed first in any case, as a prompt.
+        """Feed the uncached tokens of the history, except the last few. These and the pending token fit into the rows
+        that the next pass has anyway (`MIN_ROWS`). The prompt's tokens are always fed here, as prompt chunks.
         """
         cache, before = self._kv(), len(self._text) - 1
         self._trim(before)
@@ -375,7 +378,8 @@ class Session(Closable):
             cache.commit(rows, [range(1, len(chunk))])
 
     def _commit(self) -> None:
-        """Keep the scored rows that the history has taken, but for the pending one; forget the rest."""
+        """Commit the scored rows that have become part of the history, except the pending token's row. Forget the other
+        rows."""
         scored, path, fed = self._scored, self._path, self._fed
         self._forget()
         if scored and fed:
@@ -384,7 +388,7 @@ class Session(Closable):
                 self._kv().commit(fed, [path[: keep - 1]])
 
     def _trim(self, length: int) -> None:
-        """Truncate the cache to the first `length` tokens. It may forget more."""
+        """Truncate the cache to at most the first `length` tokens."""
         if self._kv().lengths[self._slot] > length:
             self._kv().truncate(self._slot, length)
 
@@ -392,7 +396,7 @@ class Session(Closable):
         self._scored, self._path, self._fed = None, [], None
 
     def _row(self) -> int | None:
-        """Return the row of the pending token, if it was scored."""
+        """Return the row of the pending token, or None if it was not scored."""
         if self._scored and len(self._text) - 1 == self._scored.start + len(self._path):
             return self._path[-1] if self._path else 0
         return None
@@ -410,7 +414,7 @@ class Session(Closable):
         with memory_named(cause, "Use a shorter history, a smaller draft or a smaller dtype"):
             return self._target.forward(rows, self._kv(), want)
 
-    # Misuse
+    # Checks
 
     def _kv(self) -> KVCache:
         if self._cache is None:
@@ -431,13 +435,13 @@ class Session(Closable):
 
 
 def _after(tokens: Sequence[int], draft: Draft) -> Draft:
-    """Return a draft that continues a chain of tokens."""
+    """Return the draft that consists of a chain of tokens, continued by `draft`."""
     first = len(tokens)
     return Draft((*tokens, *draft.tokens), (*range(first), *(first + parent for parent in draft.parents)))
 
 
 def _ids(ids: Sequence[int]) -> list[int]:
-    """Return token ids as a list. They may be a tensor [T]. Raise `SessionError` for other types."""
+    """Return token ids as a list. They may be a sequence or a tensor [T]. Raise `SessionError` for other types."""
     if isinstance(ids, Tensor) and ids.dim() == 1:
         return ids.tolist()
     if isinstance(ids, ImagePrompt):

@@ -1,4 +1,4 @@
-"""Speculative decoding with two sessions: the whole loop, for your own draft model and target."""
+"""Speculative decoding with two sessions: the complete loop, for your own draft model and target."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def speculate(
     length: int = 4,
     **changes: Any,
 ) -> Iterator[list[Chunk]]:
-    """Write a reply with the target's session, while the drafter's session drafts.
+    """Generate a reply with the target's session, using drafts from the drafter's session.
 
-    The reply equals the reply of the target's `LLM.generate` with the same sampling. Both sessions are reset first, and
-    contain the text afterwards. The models must share a vocabulary. Tokens that only the drafter has are never drafted.
-    Source of the method: Leviathan et al., arXiv 2211.17192.
+    The reply is the same as the reply of the target's `LLM.generate` with the same sampling parameters. Both sessions
+    are reset first, and contain the text afterwards. The models must share a vocabulary. Tokens that only the drafter
+    has are never drafted. Source of the method: Leviathan et al., arXiv 2211.17192.
 
     Args:
         target: Session of the target.
         drafter: Session of the draft model.
         prompt: The prompt.
-        sampling: Sampling parameters. The default is greedy.
+        sampling: Sampling parameters. The default is greedy decoding.
         length: Number of tokens to draft per round.
-        **changes: Changed sampling parameters, such as `temperature=0.7`.
+        **changes: Individual sampling parameters, such as `temperature=0.7`. They override `sampling`.
 
     Yields:
-        Chunks of each round.
+        The chunks of each round.
 
     Raises:
-        PacelineError: If the prompt or an option is not valid.
+        PacelineError: If the prompt or an option is invalid.
     """
     sampling = changed(sampling or Sampling(), changes).seeded()
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
@@ -80,7 +80,8 @@ def _rounds(
 
 
 def _draft(drafter: Session, shared: int, prefix: Prefix, sampler: Sampler, length: int, vocab_size: int) -> Draft:
-    """Draft up to `length` tokens. The session may already contain the first `shared` tokens of the text."""
+    """Draft up to `length` tokens. The drafter's session keeps at most the first `shared` tokens of the text, and reads
+    the rest."""
     text = prefix.token_ids
     path: list[int] = []
     q: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The values that the packages exchange. Read this first.
+"""The data types that the packages exchange. Read this file first.
 
 Symbols for shapes, used in all docstrings:
 
@@ -7,10 +7,10 @@ Symbols for shapes, used in all docstrings:
     T  rows of a pass, N + 1               L  committed length of a slot, in tokens
     D  depth of a draft                    K  D + 1
 
-A *row* is one token that is fed to the target. Row 0 is the pending token: the last token of the text, which is chosen
-but not yet in the cache. Node i of a draft is row i + 1. Parents are row numbers, so the parents of a chain are 0, 1,
-2, ... Siblings share a position (for rotary embeddings), but never a cache entry. The cache decides where a row is
-stored (`cache/layout.py`).
+A *row* is one token that is fed to the target. Row 0 is the pending token: the last token of the text, which has been
+chosen but is not in the cache yet. Node i of a draft is row i + 1. Parents are row numbers, so the parents of a chain
+are 0, 1, 2, ... Siblings share a position (for rotary embeddings), but never a cache entry. The cache decides where a
+row is stored (`cache/layout.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 
 Tap = int | Literal["final"]
-"""A hidden state of the target: i means the residual stream *entering* layer i, "final" means the normed output."""
+"""A hidden state of the target: i is the residual stream *entering* layer i, and "final" is the output after the final
+norm."""
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 
@@ -33,21 +34,21 @@ Message = Mapping[str, Any]
 """A chat message: {"role": ..., "content": ...}."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
-"""Text (rendered with the chat template unless raw), token ids, or chat messages."""
+"""A text (rendered with the chat template unless `raw` is True), a list of token ids, or a list of chat messages."""
 
 Guarantee = Literal["bits", "rounding", "distribution", "lossy"]
-"""How a text compares with plain decoding. "bits": the same text, and logits are equal bit for bit. "rounding": the
-same text, up to rounding of logits. "distribution": another text with the same distribution (the rules rejection and
-block). "lossy": another distribution (the rule typical)."""
+"""The guarantee for a text, compared with plain decoding. "bits": the same text, from logits that are equal bit for
+bit. "rounding": the same text, up to the rounding of logits. "distribution": another text, with the same distribution
+(the rules rejection and block). "lossy": a text with another distribution (the rule typical)."""
 
 
 Mutual = Literal["none", "windows", "all"]
-"""Layers in which the rows of an image see each other: none, the layers with a sliding window (Gemma 4), or all."""
+"""The layers that let the rows of an image see each other: none, the layers with a sliding window (Gemma 4), or all."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """Budget of a draft. `DraftBudget.chain(n)` is the classic draft of n consecutive tokens.
+    """The maximum size of a draft. `DraftBudget.chain(n)` is the classic draft of n consecutive tokens.
 
     Attributes:
         nodes: Maximum number of tokens, 0 to 512.
@@ -74,12 +75,12 @@ class DraftBudget:
         return DraftBudget(nodes=length, depth=length, branch=1)
 
     def __str__(self) -> str:
-        """Return the budget as for --draft: LENGTH, or NODESxDEPTHxBRANCH."""
+        """Return the budget in the form that --draft accepts: LENGTH, or NODESxDEPTHxBRANCH."""
         chain = self == DraftBudget.chain(self.nodes)
         return str(self.nodes) if chain else f"{self.nodes}x{self.depth}x{self.branch}"
 
     def within(self, depth: int, nodes: int = 512) -> DraftBudget:
-        """Return this budget limited to `depth` levels and `nodes` nodes."""
+        """Return a copy of this budget, limited to `depth` levels and `nodes` nodes."""
         if depth >= self.depth and nodes >= self.nodes:
             return self
         nodes = max(0, min(self.nodes, nodes))
@@ -87,14 +88,14 @@ class DraftBudget:
         return DraftBudget(min(nodes, depth) if self.branch == 1 or not depth else nodes, depth, self.branch)
 
     def limited(self, most: DraftBudget) -> DraftBudget:
-        """Return this budget limited to the nodes, levels and children of `most`."""
+        """Return a copy of this budget, with each limit at most the limit in `most`."""
         nodes, depth = min(self.nodes, most.nodes), min(self.depth, most.depth)
         return DraftBudget(nodes, depth, min(self.branch, most.branch))
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Work that drafting has already done in the target (early exit), which verification need not repeat.
+    """Work that drafting has already done in the target (early exit), so that verification need not repeat it.
 
     The first m rows of the draft have passed all layers before `layer`. Their keys and values in these layers are
     in the cache.
@@ -110,17 +111,18 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """N proposed tokens as a tree. Parents come before their children, and siblings have different tokens.
+    """A tree of N proposed tokens. Parents come before their children, and siblings have different tokens.
 
     Attributes:
         tokens: Token of each node.
-        parents: Row that each node continues. Row 0 is the pending token.
-        q: For the rules rejection and block: row -> distribution [V] from which its children were drawn in order,
-            without replacement. Children of a row without an entry were chosen, not drawn (a point-mass set).
-        carried: Work that verification need not repeat.
+        parents: For each node, the row that it continues. Row 0 is the pending token.
+        q: For the rules rejection and block. It maps a row to the distribution [V] that its children were drawn from,
+            in order and without replacement. If a row has no entry, its children were chosen, not drawn: each counts as
+            a point mass.
+        carried: Work that verification need not repeat. None if there is none.
         lengthened: Number of tokens that lookups added at the end of a chain (`Drafter.extend`).
-        part: The part of a cascade (`Drafter.parts`) that was asked last, with a draft or without.
-        unread: Number of tokens of the text that the drafter must still read before it drafts.
+        part: The part of a cascade (`Drafter.parts`) that was asked last, even if it drafted nothing.
+        unread: Number of tokens that the drafter must still read before it can draft.
     """
 
     tokens: tuple[int, ...] = ()
@@ -143,14 +145,14 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """Inputs of a prompt chunk that do not come from token ids: rows of images, and positions in them.
+    """Inputs of a prompt chunk that do not come from token ids: the embeddings of images, and rotary positions.
 
     Attributes:
-        rows: Rows of the chunk that show an image, int64 [n].
-        embeddings: Their inputs of layer 0, [n, H].
-        deep: Added to these rows after layer 0, 1, ..., each [n, H] (Qwen3-VL's deepstack).
-        positions: Rotary positions (time, height, width) of all rows, int64 [3, T]. None for the positions of the rows.
-        mutual: Layers in which all rows of the chunk see each other, as the rows of an image do in Gemma 3.
+        rows: Rows of the chunk that belong to images, int64 [n].
+        embeddings: Inputs of layer 0 for these rows, [n, H].
+        deep: Tensors to add to these rows after layer 0, 1, ..., each [n, H] (Qwen3-VL's deepstack).
+        positions: Rotary positions (time, height, width) of all rows, int64 [3, T]. None to use `Rows.positions`.
+        mutual: Layers that let all rows of the chunk see each other, as Gemma 3 does with the rows of an image.
     """
 
     rows: Tensor
@@ -160,11 +162,12 @@ class Given:
     mutual: Mutual = "none"
 
     def is_mutual(self, window: int | None) -> bool:
-        """Return True if all rows see each other in layers with this window, None for no window."""
+        """Return True if all rows see each other in layers with this window. `window` is None for layers without a
+        window."""
         return self.mutual == "all" or (self.mutual == "windows" and window is not None)
 
     def place(self, x: Tensor, values: Tensor, add: bool = False) -> Tensor:
-        """Return x [1, T, H] with `values` [n, H] in the rows of images, or added to them."""
+        """Return x [1, T, H] with the image rows replaced by `values` [n, H], or with `values` added to them."""
         x, rows = x.clone(), self.rows.to(x.device)
         values = values.to(x)
         x[0, rows] = x[0, rows] + values if add else values
@@ -173,7 +176,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Input of a pass: T rows for each of B slots, padded where a slot has fewer rows.
+    """The input of a pass: T rows for each of B slots. Slots with fewer rows are padded.
 
     A row attends to the whole committed prefix of its slot, its ancestors and itself.
 
@@ -181,17 +184,18 @@ class Rows:
         tokens: int64 [B, T], on the target's device.
         positions: int64 [B, T], on the target's device.
         slots: The B cache slots.
-        lengths: Committed length of each slot. Row 0 is stored at this place.
+        lengths: Committed length of each slot, which is the place where row 0 is stored.
         parents: For each slot, the parent of every row: a row number, or -1 for a row that continues the prefix
             directly. This includes the rows of earlier passes, so there are start + T parents.
-        starts: For each slot, the number of uncommitted rows of this tree that earlier passes have written, since trees
-            may grow level by level. Row numbers continue from there.
-        counts: Number of real rows of each slot, at least 1. Results of other rows are ignored and need not be
-            computed. Empty means that all rows are real.
-        prefill: True for a chunk of a prompt. It does not depend on drafts, so its bits may depend on its shape.
+        starts: For each slot, the number of uncommitted rows of the same tree that earlier passes have written, because
+            a tree may grow level by level. Row numbers continue from there.
+        counts: Number of real rows of each slot, at least 1. The other rows are padding: their results are ignored and
+            need not be computed. Empty if all rows are real.
+        prefill: True for a chunk of a prompt. Chunks do not depend on drafts, so a faster kernel may be used, whose
+            bits depend on the shape of the chunk.
         resume: Set if the rows do not begin at the first layer.
         given: Inputs of a prompt chunk that do not come from token ids.
-        number: Identifies the pass (`KVCache.commit`). Copies by `replace` keep it.
+        number: Identifies the pass (`KVCache.commit`). Copies made with `dataclasses.replace` keep it.
     """
 
     tokens: Tensor
@@ -212,7 +216,7 @@ class Rows:
 
     @property
     def lines(self) -> list[int]:
-        """Indices of the real rows among all B * T, slot by slot."""
+        """Indices of the real rows among all B * T rows, slot by slot."""
         of = self.tokens.shape[1]
         return [row for slot, n in enumerate(self.counts) for row in range(slot * of, slot * of + n)]
 
@@ -222,7 +226,7 @@ class Rows:
         return max(n + start for n, start in zip(self.lengths, self.starts, strict=True)) + self.tokens.shape[1]
 
     def cut(self) -> Rows:
-        """Return these rows without the last ones, as far as they are padding in every slot."""
+        """Return these rows without the last ones that are padding in every slot."""
         count = max(self.counts)
         return replace(self, tokens=self.tokens[:, :count], positions=self.positions[..., :count])
 
@@ -234,7 +238,8 @@ class Resume:
     Attributes:
         layer: The first layer to run.
         streams: For each slot, the input of that layer for its first m rows, [m, H].
-        rest: Rows of some slots that still have to pass the earlier layers. None if there are none.
+        rest: The rows that must still pass the earlier layers, in the slots that have such rows. None if no slot has
+            any.
     """
 
     layer: int
@@ -244,12 +249,13 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The requested outputs of a pass.
+    """The outputs that a caller requests from a pass.
 
     Attributes:
-        logits: Rows with logits: "all", the "last" one, or "none".
+        logits: The rows to compute logits for: "all", the "last" one, or "none".
         taps: Hidden states to return.
-        layers: Run only this number of layers, then norm and head (early exit). Only the native decoder supports this.
+        layers: Number of layers to run before the final norm and the head (early exit). None runs all layers. Only the
+            native decoder supports this.
     """
 
     logits: Literal["all", "last", "none"] = "all"
@@ -261,11 +267,11 @@ class Want:
 class Forward:
     """Output of a pass. Later passes do not change these tensors.
 
-    Values of padding rows (`Rows.counts`) are undefined. With all logits, T may be cut after the last real row of any
-    slot.
+    Values of padding rows (`Rows.counts`) are undefined. If all logits were requested, the output may end after the
+    last real row of any slot, so its T may be smaller.
 
     Attributes:
-        logits: float32, or float64 for a float64 model, [B, T | 1 | 0, V].
+        logits: [B, T | 1 | 0, V], in float32, or in float64 for a float64 model.
         taps: Tap -> [B, T, H].
     """
 
@@ -278,11 +284,11 @@ class Verdict:
     """The tokens that a round commits for a slot.
 
     Attributes:
-        path: Accepted rows from the root down. Row 0 is always accepted, and not listed.
-        tokens: Accepted draft tokens, then the token that the target adds (the correction after a rejection, or the
-            bonus after full acceptance), so `len(tokens) == len(path) + 1`. The last one is the next pending token. If
-            the text ends, there may be fewer tokens, or none.
-        finish: Stop reason, or None.
+        path: Accepted rows, from the root down. Row 0 is not listed, since it is always accepted.
+        tokens: The accepted draft tokens, then the token that the target adds: the correction after a rejection, or the
+            bonus token after full acceptance. So `len(tokens) == len(path) + 1`, and the last token is the next pending
+            token. If the text ends, there may be fewer tokens, or none.
+        finish: Why the text ends here. None if it goes on.
     """
 
     path: tuple[int, ...]
@@ -290,5 +296,5 @@ class Verdict:
     finish: FinishReason | None = None
 
     def cut(self, count: int, finish: FinishReason) -> Verdict:
-        """Return the first `count` >= 1 tokens of this verdict, with a stop reason."""
+        """Return a verdict with only the first `count` >= 1 tokens, and with a finish reason."""
         return Verdict(self.path[:count], self.tokens[:count], finish)

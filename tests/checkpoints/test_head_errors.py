@@ -171,7 +171,7 @@ def test_missing_and_truncated_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptModel, match="damaged or cut off"):
         open_head(folder)
     weights.unlink()
-    with pytest.raises(ModelNotFound, match=r"no model\.safetensors"):
+    with pytest.raises(ModelNotFound, match=r"neither model\.safetensors"):
         open_head(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CorruptModel, match="not valid JSON"):

@@ -20,7 +20,7 @@ def test_a_model_that_reads_text_only_is_named() -> None:
     llm = toy_llm()
     name = llm.model.path.name
     for encode in (llm.encode, llm.generate, lambda prompt: llm.generate([prompt])):
-        with pytest.raises(InvalidPrompt, match=f"{name} reads text only.*Use a model that sees"):
+        with pytest.raises(InvalidPrompt, match=f"{name} reads text only.*Use a model that accepts images"):
             encode(chat)
 
 

@@ -1,4 +1,4 @@
-"""Attention over the slab cache. The bits of a row's result depend only on the columns that the row sees."""
+"""Attention over the slab cache. The bits of a row's result depend only on the columns that the row attends to."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from paceline.types import Rows
 BLOCK = 512
 """Number of columns that one product of weights and values sums over.
 
-Libraries split a longer product in a way that depends on its length, so a row's bits would change with the number of
-rows in the pass. These blocks always begin at multiples of `BLOCK`.
+Libraries split longer products in a way that depends on their length. A row's bits would then change with the number of
+rows in the pass. Blocks therefore always begin at multiples of `BLOCK`.
 """
 
 
 _ROWS = 64
-"""Number of rows scored at a time. After a long text, the scores of a whole prompt chunk would take a gigabyte."""
+"""Number of rows whose scores are computed at a time. After a long text, the scores of a whole prompt chunk would take
+a gigabyte."""
 
 
 Kind = tuple[int | None, bool, tuple[int, int] | None, int, bool, bool]
-"""Properties that the layers of one slab share: see `LayerAttention`."""
+"""The properties that all layers of a slab share (see `LayerAttention.kind`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,15 @@ class LayerAttention:
 
     Attributes:
         scale: Factor of the scores.
-        window: Number of positions that a row sees, including its own. None means all positions.
+        window: Number of positions that a row attends to, including its own. None for all positions.
         softcap: If set, scores become softcap * tanh(scores / softcap).
-        mutual: True if the rows of a pass also see later rows of the pass (a drafted block).
+        mutual: True if rows also attend to later rows of the same pass (a drafted block).
         sinks: Attention sinks, [heads] (gpt-oss). Each is a score that takes part in the softmax but has no value.
-        heads: Number and size of the key heads, if they differ from the cache's.
-        source: The layer whose keys and values this layer reads, if it has none of its own.
-        part: Number of the part of the model that holds this layer (`models/placement.py`). Each part has one device.
-        single: True if the keys are also the values. They are stored once.
+        heads: Number and size of the key heads, if they differ from the cache's defaults.
+        source: Index of the layer whose keys and values this layer reads, if it has none of its own.
+        part: Index of the part of the model that contains this layer (`models/placement.py`). Each part is on one
+            device.
+        single: True if the keys also serve as values, so that they are stored only once.
         chunked: True if windows begin at multiples of `window` (chunked attention).
         kernel: Computes the attention (`kernels.cpu.attention.attend`). None for torch's products.
     """
@@ -63,7 +65,7 @@ class LayerAttention:
 
     @property
     def kind(self) -> Kind:
-        """The properties that decide which slab stores the layer and which columns a row sees in it."""
+        """The properties that decide which slab stores the layer, and which of its columns a row attends to."""
         return self.window, self.mutual, self.heads, self.part, self.single, self.chunked
 
 
@@ -74,8 +76,8 @@ def slab_indices(layers: Sequence[LayerAttention | None]) -> list[tuple[int, int
         layers: Attention of each layer. None for a layer without attention.
 
     Returns:
-        For each layer, the number of its slab and its index in that slab. (-1, -1) for a layer without attention. Slabs
-        are numbered in order of first use.
+        For each layer, the index of its slab and the layer's index in that slab, or (-1, -1) for a layer without
+        attention. Slabs are numbered in the order of first use.
     """
     kinds = list(dict.fromkeys(layer.kind for layer in layers if layer))
     numbers = [itertools.count() for _ in kinds]
@@ -108,30 +110,30 @@ class SlabPlan:
 
         Args:
             tensors: Keys and values of one slab, each [layers, places, kv_heads, capacity, D], with D in its stored
-                size (`kv_types.py`). One tensor if it is both.
+                size (`kv_types.py`). A single tensor if the keys also serve as values.
             window: See `LayerAttention`.
             rows: The rows of the pass.
-            members: Indices in the pass of the slots that the slab holds: one slot or all of them.
+            members: For the slots that the slab holds (one slot or all of them), their indices in the pass.
             places: For each member, its place in the slab.
             layouts: For each member, the layout of its rows.
             chunked: See `LayerAttention`.
         """
         self.tensors, self.window, self.chunked, self.rows = tensors, window, chunked, rows
         self.kernel_view: object = None
-        """The plan in the kernels' own structures, which the first layer makes."""
+        """The plan in the data structures of the kernels. The first layer creates it."""
         self.members, self.places, self.layouts = list(members), list(places), layouts
         self.lengths = [rows.lengths[i] for i in self.members]
         self.count = max(rows.counts[i] for i in self.members)
         ends = [length + x.visible.shape[1] for length, x in zip(self.lengths, layouts, strict=True)]
         self.reach = min(max(ends), tensors[0].shape[3])
-        # As long as every position lies within the window, every row sees all columns of the committed prefix. The mask
-        # can then begin where the shortest prefix ends.
+        # As long as all positions lie within the window, every row attends to all columns of the committed prefix. The
+        # mask can then begin where the shortest prefix ends.
         self._moved = window is not None and max(ends) > window
         self.seen = 0 if self._moved else min(self.lengths)
 
     @cached_property
     def mask(self) -> Tensor:
-        """Mask [B, T, reach - seen] to add to the scores of columns `seen` to `reach` - 1."""
+        """The mask [B, T, reach - seen], which is added to the scores of columns `seen` to `reach` - 1."""
         keys = self.tensors[0]
         if self._moved and self.window:
             span = self.window, self.chunked
@@ -148,7 +150,7 @@ class SlabPlan:
             lines = [place * kv * capacity + (length + column) % capacity for column in range(len(x.rows))]
             stores += [(lines[column], i * of + row) for column, row in x.stores.tolist()]
             copies += [(lines[column], lines[source]) for column, source in x.copies.tolist()]
-        # With the slab viewed as [places * kv_heads * capacity, D], one store per layer is enough for all slots.
+        # In the view [places * kv_heads * capacity, D] of the slab, one store per layer is enough for all slots.
         heads = torch.arange(kv, device=device) * capacity
         targets, copy_targets, copy_sources = (
             (torch.tensor(column, dtype=torch.long, device=device)[:, None] + heads).flatten()
@@ -162,19 +164,20 @@ class SlabPlan:
 
     @cached_property
     def _views(self) -> list[tuple[Tensor, ...]] | None:
-        """Views of keys and values by layer, each [B * kv_heads, reach, D]. None if the slots are not consecutive."""
+        """For each layer, views of its keys and values, each [B * kv_heads, reach, D]. None if the slots are not
+        consecutive."""
         first, end = self.places[0], self.places[0] + len(self.places)
         if self.places != list(range(first, end)):
             return None
         return [x[:, first:end, :, : self.reach].flatten(1, 2).unbind(0) for x in self.tensors]
 
     def write(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values of the pass.
+        """Store a layer's keys and values for the rows of the pass.
 
         Args:
             index: Index of the layer within the slab.
-            k: Keys [B, T, kv_heads, D] of all slots of the pass. D may be smaller than in the slab, which native
-                layers pad.
+            k: Keys [B, T, kv_heads, D] of all slots of the pass. D may be smaller than in the slab, whose heads are
+                padded if native layers use it too.
             v: Values, in the same shape.
         """
         x = self._writes
@@ -185,7 +188,7 @@ class SlabPlan:
             flat[index].index_copy_(0, x.targets, new.reshape(-1, new.shape[-1]))
 
     def read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the stored keys and values of layer `index` within the slab, for the slots of the plan.
+        """Return the stored keys and values of the slab's layer `index`, for the slots of the plan.
 
         Each is [B * kv_heads, reach, D], with D in its stored size.
         """
@@ -196,7 +199,7 @@ class SlabPlan:
         return found[0], found[-1]
 
     def queries(self, q: Tensor) -> Tensor:
-        """Select the queries of this plan's slots and rows from all queries of the pass, [B, T, heads, D]."""
+        """Select the queries of this plan's slots and rows from all queries q [B, T, heads, D] of the pass."""
         if len(self.members) < len(q):
             q = q[self.members]
         return q[:, : self.count]
@@ -215,7 +218,7 @@ class SlabPass:
         """Make a pass.
 
         Args:
-            plans: For each kind of attention, plans that together hold all slots of the pass, in order.
+            plans: For each kind of attention, the plans that together cover all slots of the pass, in order.
             layers: Attention of each layer. None for a layer without attention.
             indices: `slab_indices` of the layers.
             prefill: See `Rows`.
@@ -223,7 +226,8 @@ class SlabPass:
         self.plans, self._layers, self._indices, self._prefill = plans, layers, indices, prefill
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store keys and values without attending: the first half of `attend`, for rows that only later passes read."""
+        """Store keys and values, but do not attend: the first half of `attend`, for rows that only later passes
+        read."""
         slab, index = self._indices[layer]
         for plan in self.plans[slab]:
             plan.write(index, k, v)
@@ -257,13 +261,14 @@ class SlabPass:
         else:
             parts = enumerate(own.split(_ROWS, 1))
             mixed = torch.cat([_exact(x, keys, values, plan, spec, i * _ROWS) for i, x in parts], 1)
-        # A padding row repeats the first row's token. With the same attention output it also chooses the same experts,
-        # so a mixture-of-experts layer reads no extra weights.
+        # A padding row repeats the first row's token. If it has the same attention output too, it is routed to the same
+        # experts, so a mixture-of-experts layer reads no additional weights.
         return torch.cat([mixed, mixed[:, :1].expand(-1, padding, -1)], 1) if padding else mixed
 
 
 def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention) -> Tensor:
-    """Compute attention with the fastest kernel. This is for prompt chunks, which do not depend on drafts."""
+    """Compute attention with the fastest kernel. It may be used for prompt chunks, because they do not depend on
+    drafts."""
     b, t, heads, d = q.shape
     keys, values = (x.unflatten(0, (b, -1)) for x in (keys, values))
     mask = F.pad(plan.mask, (plan.seen, 0)).to(q.dtype)[:, None]
@@ -274,24 +279,25 @@ def _fast(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAt
 
 
 def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerAttention, first: int = 0) -> Tensor:
-    """Compute attention so that a row's bits depend neither on columns between its ancestors nor on other rows.
+    """Compute attention such that a row's bits depend neither on the columns between its ancestors nor on other rows.
 
-    The softmax is computed in steps so that its sum does not depend on the order of columns: bfloat16 weights have 8
-    significant bits and add up exactly in float64.
+    The softmax is computed step by step, with a sum that does not depend on the order of columns: bfloat16 weights have
+    8 significant bits, so float64 adds them up exactly.
 
     Args:
         q: Queries [B, T, heads, D].
         keys: Keys [B * kv_heads, reach, D].
         values: Values, in the same shape.
-        plan: The plan of these slots.
+        plan: The plan for these slots.
         spec: Attention of the layer.
-        first: Number in the pass of the first row of q.
+        first: Index in the pass of the first row of q.
     """
     b, t, heads, d = q.shape
     kv = len(keys) // b
     group = heads // kv
-    # The query heads that share a key head become rows of one product. The keys are on the left, because the product
-    # reads its left side in place and packs its right side first. The right side is the few queries.
+    # The query heads that share a key head become rows of one product. The product reads its left operand in place, but
+    # copies its right operand into packed form first. So the many keys are on the left and the few queries are on the
+    # right.
     queries = (q * spec.scale).view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
     scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
     scores = scores.to(plan.mask.dtype, memory_format=torch.contiguous_format)
@@ -315,8 +321,8 @@ def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerA
 
 
 def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
-    """Return the weighted sum of values [B * kv_heads, columns, D]. Sums of blocks are computed in one batched product
-    and added in order."""
+    """Return the weighted sum of values [B * kv_heads, columns, D]. One batched product computes the sums of all
+    blocks, which are then added in order."""
     reach = values.shape[1]
     blocks, rest = divmod(reach, BLOCK)
     if not blocks:
@@ -334,14 +340,14 @@ def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _SlabWrites:
-    """The writes of a pass to each layer of a slab, where a layer is viewed as [places * kv_heads * capacity, D].
+    """The writes of a pass to each layer of a slab. A layer is viewed as lines, [places * kv_heads * capacity, D].
 
     Attributes:
-        targets: Lines to store rows in. A line is the D elements of one key head in one column.
-        sources: The row, among all B * T, for each of `targets`.
-        copy_sources: Lines of earlier passes that are copied before rows are stored.
-        copy_targets: The line that each of `copy_sources` is copied to.
-        flat: Keys and values [lines, D] of each layer.
+        targets: The lines that rows are stored in. A line is the D elements of one key head in one column.
+        sources: For each of `targets`, the row to store, among all B * T rows.
+        copy_sources: The lines of earlier passes that are copied before rows are stored.
+        copy_targets: For each of `copy_sources`, the line that it is copied to.
+        flat: The keys and values of each layer, [lines, D].
     """
 
     targets: Tensor
@@ -352,7 +358,7 @@ class _SlabWrites:
 
 
 def _mask(count: int, lengths: Sequence[int], layouts: Sequence[Layout], first: int, reach: int) -> Tensor:
-    """Return a mask [B, count, reach - first]: 0 for the prefix and the visible columns, -inf elsewhere."""
+    """Return a mask [B, count, reach - first], with 0 for the prefix and the visible columns, and -inf elsewhere."""
     mask = torch.zeros(len(layouts), count, reach - first)
     for slot, x, length in zip(mask, layouts, lengths, strict=True):
         tail = slot[:, length - first :]
@@ -365,8 +371,8 @@ def _mask(count: int, lengths: Sequence[int], layouts: Sequence[Layout], first: 
 def _window_mask(
     count: int, lengths: Sequence[int], layouts: Sequence[Layout], span: tuple[int, bool], capacity: int, reach: int
 ) -> Tensor:
-    """Return a mask [B, count, reach] for a window that no longer begins at position 0, over a ring that may have
-    wrapped. `span`: `window` and `chunked` (see `LayerAttention`)."""
+    """Return a mask [B, count, reach] for a window that no longer begins at position 0. The ring may have wrapped.
+    `span`: `window` and `chunked` (see `LayerAttention`)."""
     window, chunked = span
     mask = torch.zeros(len(layouts), count, reach)
     for slot, length, x in zip(mask, lengths, layouts, strict=True):
@@ -383,5 +389,5 @@ def _window_mask(
 
 
 def passed_by(here: Tensor, window: int, chunked: bool) -> Tensor:
-    """Return the last position that has left the window, for rows at positions `here`."""
+    """Return, for rows at positions `here`, the last position that is no longer in the window."""
     return here - (here % window + 1 if chunked else window)

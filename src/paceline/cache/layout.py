@@ -1,14 +1,15 @@
 """Placement of a draft tree's rows in the columns of the KV cache while the tree is verified.
 
 The result of a floating-point sum depends on its order, and a bfloat16 product adds keys in pairs of neighbouring
-columns (2i, 2i + 1). To get the same bits as plain decoding, a row's ancestors must lie in the order of their positions
-and in the same pairs. Other columns may lie in between: their weight is zero, and adding zero changes nothing.
+columns (2i, 2i + 1). To get the same bits as plain decoding, a row's ancestors must be stored in the order of their
+positions and in the same pairs as in plain decoding. Other columns may lie in between, because their weight is zero and
+adding zero changes nothing.
 
-A chain meets this condition without further work. In a tree, a row at an even position is the first of a pair, and each
-of its children is the second. The first child takes the column after its parent. Every other child gets its own pair,
-with a copy of the parent in the first column. The first of a pair always takes an even column, even if it has no child
-yet. A row's column therefore depends only on earlier rows, so a tree can grow over several passes and every row keeps
-its bits.
+A chain meets this condition as it is. In a tree, a row at an even position is the first of a pair, and each of its
+children is the second of a pair with it. The first child takes the column after its parent. Every other child gets a
+pair of its own, with a copy of the parent in the first column. The first row of a pair always takes an even column,
+even if it has no child yet. A row's column therefore depends only on earlier rows. So a tree can grow over several
+passes, and every row keeps its bits.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ import torch
 from torch import Tensor
 
 NONE = -1
-"""The parent of a row that continues the committed prefix directly."""
+"""The parent of a row that directly continues the committed prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The C columns after the committed prefix, for a pass of T rows.
 
-    `stores` and `copies` are everything that the pass writes. They omit columns that already hold the right row.
+    The pass writes only `stores` and `copies`, which omit columns that already hold the right row.
 
     Attributes:
         rows: For each column, the row whose keys and values it holds.
         columns: For each row, the column that it is written to. Copies of a row are not included.
-        visible: bool [T, C], the columns that each row of the pass attends to.
-        row_depths: int32 [T], distance of each row of the pass from the prefix.
-        column_depths: int32 [C], distance of the row in each column from the prefix.
-        stores: int32 [n, 2], pairs of a column and the row of the pass that is written to it.
-        copies: int32 [m, 2], pairs of a column and an earlier pass's column that is copied to it. Copies come before
-            stores.
+        visible: The columns that each row of the pass attends to, bool [T, C].
+        row_depths: Distance of each row of the pass from the prefix, int32 [T].
+        column_depths: Distance of each column's row from the prefix, int32 [C].
+        stores: Pairs of a column and the row of the pass that is written to it, int32 [n, 2].
+        copies: Pairs of a column and the column, written by an earlier pass, that is copied to it, int32 [m, 2]. Copies
+            are made before stores.
     """
 
     rows: tuple[int, ...]
@@ -50,19 +51,19 @@ class Layout:
     copies: Tensor
 
     def mutual(self) -> Layout:
-        """Return a layout with the same columns, where every row attends to all of them."""
+        """Return a copy of this layout that lets every row attend to all columns."""
         return replace(self, visible=torch.ones_like(self.visible))
 
 
 @lru_cache(maxsize=256)
 def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
-    """Return the layout of a tree for a pass over its new rows.
+    """Return the layout for a pass over the new rows of a tree.
 
     Args:
         parents: The parent of every row of the tree: a row number, or `NONE`.
-        length: Number of tokens in the committed prefix. Only its parity matters. Pass `length % 2`, so that layouts
-            are found in the cache.
-        start: The first new row. Earlier passes have written the rows before it.
+        length: Number of tokens in the committed prefix. Only its parity matters, so pass `length % 2` to share cached
+            layouts.
+        start: The first new row. The rows before it were written by earlier passes.
     """
     whole = _layout(parents, length % 2, start)
     if not start:
@@ -90,8 +91,8 @@ def _layout(parents: tuple[int, ...], parity: int, start: int) -> Layout:
     numbers = tuple(range(len(parents)))
     if parents[1:] == numbers[:-1]:
         rows, columns, visible = numbers, numbers, torch.ones(len(numbers), len(numbers), dtype=torch.bool).tril_()
-    # A tree to verify has one root. If earlier passes fed several roots, the tree is only used for drafting, where the
-    # bits do not matter, so the rows lie in order.
+    # A tree that is verified has one root. If earlier passes fed several roots, the tree is only used for drafting. The
+    # bits do not matter then, so the rows are simply stored in order.
     elif NONE in parents[1:start]:
         rows, columns, visible = numbers, numbers, ancestors(parents)
     else:
@@ -105,7 +106,7 @@ def _pairs(pairs: Iterable[tuple[int, int]]) -> Tensor:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Return the number of rows of the tree between each row and the committed prefix."""
+    """Return the depth of each row: the number of the tree's rows between it and the committed prefix."""
     out: list[int] = []
     for parent in parents:
         out.append(0 if parent == NONE else out[parent] + 1)
@@ -113,7 +114,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: tuple[int, ...]) -> Tensor:
-    """Return a mask, bool [T, T], that lets each row see itself and its ancestors. Row r lies in column r."""
+    """Return the mask, bool [T, T], that lets each row see itself and its ancestors. Row r is in column r."""
     visible = torch.eye(len(parents), dtype=torch.bool)
     for row, parent in enumerate(parents):
         if parent != NONE:
@@ -122,14 +123,14 @@ def ancestors(parents: tuple[int, ...]) -> Tensor:
 
 
 def _paired(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """Return `rows`, `columns` and `visible` of a tree, in pairs of columns.
+    """Return the `rows`, `columns` and `visible` of a tree's layout, with rows placed in pairs of columns.
 
-    Rows are placed in order. The second row of a pair takes the column after its parent if that is still free.
+    Rows are placed in order. The second row of a pair takes the column after its parent if that column is still free.
     """
     rows: list[int] = []
     paths: list[list[int]] = []
     reserved: dict[int, int] = {}
-    """First row of a pair -> the column after it, kept free for its first child."""
+    """First row of a pair -> the column after it, which is kept free for the row's first child."""
 
     def place(row: int) -> int:
         rows.append(row)

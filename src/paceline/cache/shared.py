@@ -1,5 +1,5 @@
-"""A KV cache that stores all slots in the same tensors, for devices where one call per pass is much faster than one
-call per slot."""
+"""A KV cache that stores all slots in the same tensors. It is for devices on which one call per pass is much faster
+than one call per slot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from paceline.cache.slab import Slab, SlabCache, SlotGroup
 
 
 class SharedSlabCache(SlabCache):
-    """A `SlabCache` whose slots share one slab per kind of attention. Every slot takes as much memory as the longest.
+    """A `SlabCache` whose slots share one slab per kind of attention. Every slot takes as much memory as the longest
+    slot.
 
-    Each slot has a *place* in the slabs. Places are consecutive, so that a batch is a view. When a slot is released,
-    the last slot moves to its place. Growing doubles the capacity and copies all slots.
+    Each slot has a *place* in the slabs. Places are consecutive, so a batch is a view of the slabs. When a slot is
+    released, the slot at the last place moves to its place. Growing doubles the capacity and copies all slots.
     """
 
     rectangle = True
@@ -51,14 +52,16 @@ class SharedSlabCache(SlabCache):
             for slab in self.slabs:
                 if place != last:
                     slab.copy(slab, last, place, max(self._tops[slot], self._tops[moved]))
-            # Assign the new places at once, after all copies, so that an interrupt leaves every slot with one place.
+            # Assign all places in one step, after the copies. If an interrupt comes before or after it, every slot has
+            # one place.
             self._places = {other: at for other, at in {**self._places, moved: place}.items() if other != slot}
             for slab in self.slabs:
-                # A failed request may have left NaN, which a masked column of the next slot here would pick up.
+                # A failed request may have left NaN here. The next slot at this place must not read NaN from a masked
+                # column.
                 slab.clear(last, self._tops[moved])
         super().release(slot)
         if not self._places:
-            # Free the memory when idle, so that one long text or large batch does not hold it forever.
+            # Free the memory when the cache is idle. Otherwise, one long text or large batch would hold it forever.
             for slab in self.slabs:
                 slab.resize(0, 0, 0)
 

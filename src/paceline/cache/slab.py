@@ -1,6 +1,6 @@
-"""The KV cache. Each slot takes as much memory as its own text needs.
+"""The KV cache. Each slot takes only as much memory as its own text needs.
 
-The rows of a pass are written and read by `SlabPlan` in `attention.py`.
+`SlabPlan` in `attention.py` writes and reads the rows of a pass.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from paceline.types import DraftBudget, Rows
 def ring(window: int) -> int:
     """Return the number of columns to keep for a sliding window, rounded up to whole blocks.
 
-    A draft never crosses the end of a block (`SlabCache.fit`), so the ring wraps between drafts and never inside one.
+    A draft never crosses the end of a block (`SlabCache.fit`), so the ring wraps between two drafts, never inside a
+    draft.
     """
     return -(-(window + BLOCK - 1) // BLOCK) * BLOCK
 
 
 class Slab:
-    """Keys and values of all layers with one kind of attention.
+    """The keys and values of all layers with the same kind of attention.
 
-    Keys and values are each [layers, places, kv_heads, capacity, D], with D in its stored size (`kv_types.py`). The
-    places hold one slot (`SlabCache`) or several (`SharedSlabCache`). The *entries* of a slot are the keys and values
-    of its tokens in order, followed by the rows of the draft. Entry i is stored in column `i % capacity`. Layers with a
-    window use a ring, which overwrites entries that no later row can see. Other slabs grow before they would wrap.
+    Keys and values are each [layers, places, kv_heads, capacity, D], with D in its stored size (`kv_types.py`). A slab
+    has one place, for one slot (`SlabCache`), or several (`SharedSlabCache`). The *entries* of a slot are the keys and
+    values of its tokens, in order, followed by the rows of the draft. Entry i is stored in column `i % capacity`.
+    Layers with a window use a ring, which overwrites entries that no later row can attend to. Other slabs grow before
+    they would wrap.
     """
 
     def __init__(self, layers: int, window: int | None, empty: Tensor, limit: int, single: bool = False) -> None:
-        """Make a slab without memory.
+        """Make a slab that holds no memory yet.
 
         Args:
             layers: Number of layers.
@@ -57,7 +59,7 @@ class Slab:
         self.window = window
         self._limit = limit if window is None else min(ring(window), limit)
         self.ring = self._limit < limit
-        # Keys and values are one attribute, so that an interrupt cannot leave them with different sizes.
+        # Keys and values share one attribute, so that an interrupt cannot leave them with different sizes.
         self.tensors = (empty.new_empty(layers, 0, kv_heads, 0, head_dim),) * (1 if single else 2)
 
     @property
@@ -69,10 +71,10 @@ class Slab:
         return self.tensors[0].shape[3]
 
     def fits(self, reach: int, step: int, growth: float) -> int:
-        """Return the capacity that the slab needs to hold `reach` columns.
+        """Return the capacity that the slab should have to hold `reach` columns.
 
-        This is the present capacity if it is enough. Otherwise it is at least `growth` times the present capacity,
-        rounded up to a multiple of `step`, and for a ring at most the whole ring.
+        This is the present capacity if it is sufficient. Otherwise, it is at least `growth` times the present capacity,
+        rounded up to a multiple of `step`. A ring never exceeds its full size.
         """
         if self.ring and reach > self._limit:
             return self._limit
@@ -82,7 +84,7 @@ class Slab:
         return max(reach, min(-(-more // step) * step, self._limit))
 
     def resize(self, places: int, capacity: int, used: int) -> None:
-        """Change the size to `places` x `capacity` and keep the first `used` entries.
+        """Change the size to `places` x `capacity`, and keep the first `used` entries of each place.
 
         Raises:
             OutOfMemory: If there is no memory for the new size.
@@ -96,39 +98,40 @@ class Slab:
             f"{cause} ({places} x {capacity} positions)",
             "Use a shorter prompt, fewer requests at once, or a smaller dtype or kv_type",
         ):
-            # Fill with zeros: masked columns are multiplied by a weight of 0, and 0 times garbage may be NaN.
+            # Fill the memory with zeros: masked columns are multiplied by a weight of 0, and 0 times garbage may be
+            # NaN.
             new = tuple(_zeros(x, (layers, places, kv_heads, capacity, head_dim)) for x in old)
         for here, there in zip(old, new, strict=True):
             there[:, :held, :, :used] = here[:, :held, :, :used]
         self.tensors = new
 
     def copy(self, other: Slab, source: int, place: int, top: int) -> None:
-        """Copy the first `top` entries of place `source` in `other`, which may be this slab, to place `place`."""
+        """Copy the first `top` entries of place `source` in slab `other` to place `place`. `other` may be this slab."""
         for slab, theirs in zip(self.tensors, other.tensors, strict=True):
             slab[:, place, :, :top] = theirs[:, source, :, :top]
 
     def clear(self, place: int, top: int) -> None:
-        """Reset the first `top` entries to zero: masked columns have a weight of 0, and 0 times NaN is NaN."""
+        """Set the first `top` entries to zero. Masked columns have a weight of 0, but 0 times NaN is NaN."""
         for slab in self.tensors:
             slab[:, place, :, :top] = 0
 
     def holds(self, length: int, top: int) -> bool:
-        """Return True if a place still holds every entry that a row at position `length` sees, after `top` entries have
-        been written to it."""
+        """Return True if a place to which `top` entries have been written still holds every entry that a row at
+        position `length` attends to."""
         return self.window is None or top <= self.capacity or length - self.window + 1 >= top - self.capacity
 
     def first(self, top: int) -> int:
-        """Return the first entry that a place still holds after `top` entries have been written to it."""
+        """Return the first entry that a place still holds, after `top` entries have been written to it."""
         return 0 if self.window is None else max(0, top - self.capacity)
 
     def export(self, place: int, first: int, end: int) -> tuple[Tensor, ...]:
-        """Return copies of entries `first` to `end` - 1 for the prefix cache: keys and values [layers, kv_heads,
-        end - first, D]."""
+        """Return copies of entries `first` to `end` - 1, for the prefix cache. They are the keys and the values, each
+        [layers, kv_heads, end - first, D]."""
         columns = self._columns(first, end)
         return tuple(slab[:, place].index_select(2, columns) for slab in self.tensors)
 
     def restore(self, place: int, first: int, end: int, tensors: Sequence[Tensor]) -> None:
-        """Store tensors from `export` with the same `first`, up to entry `end` - 1."""
+        """Store tensors that `export` returned for the same `first`, up to entry `end` - 1."""
         columns = self._columns(first, end)
         for slab, x in zip(self.tensors, tensors, strict=True):
             slab[:, place].index_copy_(2, columns, x[:, :, : end - first])
@@ -137,7 +140,7 @@ class Slab:
         return torch.arange(first, end, device=self.tensors[0].device) % max(1, self.capacity)
 
     def move(self, place: int, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy entries `source` to entries `target`. Read all of them before writing any."""
+        """Copy the entries at `source` to the entries at `target`. Read all entries before writing any."""
         here, there = (torch.tensor(x, device=self.tensors[0].device) % self.capacity for x in (source, target))
         for slab in self.tensors:
             slab[:, place, :, there] = slab[:, place, :, here]
@@ -146,13 +149,13 @@ class Slab:
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return zeros of this shape, with the dtype and device of `like`.
 
-    On a CPU, memory pages are allocated only when they are first written. The cache is larger than the texts in it, and
+    On a CPU, memory pages are allocated only when they are first written. The cache is larger than the texts in it, so
     filling all of it with zeros would take as long as several passes.
     """
     count = math.prod(shape)
     if like.device.type != "cpu" or not count:
         return like.new_zeros(shape)
-    # np.zeros asks for huge pages, so a few writes would soon allocate all of them.
+    # np.zeros requests huge pages, so even a few writes would allocate most of the memory.
     size = count * like.element_size()
     if sys.platform == "win32":
         pages = mmap.mmap(-1, size)
@@ -169,7 +172,7 @@ class SavedSlabs(Saved):
         top: Number of entries that had been written, including rows that were not committed.
         firsts: First saved entry of each slab.
         windows: Window of each slab (see `LayerAttention`).
-        choice: `choose` of the prompt's length, for example a set of rotary factors.
+        choice: Result of `choose` for the prompt's length, for example a set of rotary factors.
         choose: See `SlabCache`.
     """
 
@@ -180,10 +183,10 @@ class SavedSlabs(Saved):
     choose: Callable[[int], Hashable]
 
     def most(self, length: int, prompt: int) -> int:
-        """Return the number of tokens that can be loaded, at most `length`.
+        """Return the number of tokens that can be loaded, which is at most `length`.
 
-        It is 0 if a window no longer holds the entries that the text would continue from, or if the rotary factors
-        are different for a prompt of this length.
+        It is 0 if a window no longer holds the entries that the next row would attend to, or if a prompt of this length
+        uses other rotary factors.
         """
         length, seen = min(length, self.length), zip(self.firsts, self.windows, strict=True)
         moved = any(window is not None and first and length - window + 1 < first for first, window in seen)
@@ -191,11 +194,11 @@ class SavedSlabs(Saved):
 
 
 class SlotGroup(NamedTuple):
-    """Slots of a pass that are stored in the same slabs.
+    """The slots of a pass that are stored in the same slabs.
 
     Attributes:
         slabs: One slab per kind of attention.
-        members: Indices of the slots in the pass.
+        members: Index of each slot in the pass.
         places: Place of each slot in the slabs.
     """
 
@@ -207,14 +210,14 @@ class SlotGroup(NamedTuple):
 class SlabCache(SlotTable):
     """A KV cache whose slots have their own slabs, one per kind of attention.
 
-    The time of a pass depends on the lengths of the texts, not on the capacity. A slot grows without moving other
-    slots, and its memory is freed when it is released.
+    The duration of a pass depends on the lengths of the texts, not on the capacity. A slot can grow without moving
+    other slots, and its memory is freed when it is released.
     """
 
     initial_capacity = 256
-    """Number of entries in a new slab. Capacities are multiples of it."""
+    """Capacity of a new slab for a short prompt, in entries. Larger capacities are multiples of it."""
     growth = 1.25
-    """Minimum factor by which a slab grows, so that a long text is not copied at every step."""
+    """Minimum growth factor of a slab. It keeps a long text from being copied at every step."""
 
     def __init__(
         self,
@@ -227,17 +230,18 @@ class SlabCache(SlotTable):
         choose: Callable[[int], Hashable] = lambda prompt: None,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        """Make a cache without slots.
+        """Make a cache that has no slots yet.
 
         Args:
             layers: Attention of each layer. None for a layer without attention.
-            kv_heads: Number of key heads of layers that have no `LayerAttention.heads`.
-            head_dim: Size of these key heads.
-            limit: Context length of the model, in tokens. Uncommitted rows of a draft may exceed it.
+            kv_heads: Number of key heads, for layers that do not set `LayerAttention.heads`.
+            head_dim: Size of the key heads, for the same layers.
+            limit: Context length of the model, in tokens. The uncommitted rows of a draft may exceed it.
             dtype: Dtype of keys and values.
             device: Device of keys and values.
-            choose: Maps a prompt length to a setting of the model that depends on it (see `KVCache.prompts`).
-            devices: Device of each part of the model (see `LayerAttention.part`). Empty if all are on `device`.
+            choose: Maps a prompt length to the setting of the model that depends on it (see `KVCache.prompts`).
+            devices: Device of each part of the model (see `LayerAttention.part`). Empty if the whole model is on
+                `device`.
         """
         super().__init__()
         self._choose = choose
@@ -254,7 +258,7 @@ class SlabCache(SlotTable):
         self._held: dict[int, tuple[Slab, ...]] = {}
         """Taken slot -> its slabs."""
         self._tops: dict[int, int] = {}
-        """Taken slot -> number of entries written so far, whether committed or not."""
+        """Taken slot -> number of entries written so far, committed or not."""
 
     @property
     def slabs(self) -> Sequence[Slab]:
@@ -317,7 +321,8 @@ class SlabCache(SlotTable):
         """See `protocols.KVCache.load`."""
         if not (length := saved.most(length, self.prompts[slot])):
             return 0
-        # A ring that has dropped entries is restored at its full size, so that `Slab.first` still knows which.
+        # Restore a ring that has dropped entries at its full size, so that `Slab.first` still knows which entries it
+        # holds.
         self._reserve([slot], [saved.top if any(saved.firsts) else length])
         (slabs, place), tensors = self._home(slot), iter(saved.tensors)
         for slab, first in zip(slabs, saved.firsts, strict=True):
@@ -337,7 +342,7 @@ class SlabCache(SlotTable):
     @torch.inference_mode()
     def truncate(self, slot: int, length: int) -> None:
         """See `protocols.KVCache.truncate`. The slot starts over at length 0 if a ring has overwritten entries that a
-        row at position `length` sees."""
+        row at position `length` attends to."""
         self.check_length(slot, length)
         slabs, place = self._home(slot)
         if length < self.lengths[slot] and not all(slab.holds(length, self._tops[slot]) for slab in slabs):
@@ -348,7 +353,7 @@ class SlabCache(SlotTable):
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
         """Limit a budget to the rest of the slot's block. Each row of a tree may take two columns, and alignment may
-        take another."""
+        take one more column."""
         self.check_taken(slot)
         left = BLOCK - 1 - self.lengths[slot] % BLOCK
         nodes = left if budget.branch == 1 else max(0, left - 1) // 2
@@ -363,12 +368,12 @@ class SlabCache(SlotTable):
 
     @torch.inference_mode()
     def view(self, slots: Sequence[int], rows: int, layers: Sequence[LayerAttention]) -> SlabPass:
-        """Begin a pass of another model over this cache's keys and values, which writes nothing.
+        """Begin a read-only pass of another model over this cache's keys and values.
 
         Args:
             slots: Slots of the pass.
             rows: Number of rows of each slot. Each row attends to all committed tokens, at the position after them.
-            layers: Attention of the other model's layers. `source` is a layer of this cache.
+            layers: Attention of the other model's layers. Their `source` is a layer of this cache.
 
         Raises:
             OutOfMemory: If a slot is full and there is no memory to extend it.
@@ -381,7 +386,7 @@ class SlabCache(SlotTable):
         return SlabPass(plans, layers, [self._indices[layer.source or 0] for layer in layers], False)
 
     def _plans(self, rows: Rows, layouts: Sequence[Layout]) -> list[list[SlabPlan]]:
-        """Return the plans of each kind of attention for a pass with these layouts."""
+        """Return the plans for a pass with these layouts, by kind of attention."""
         groups, plans = self._groups(rows.slots), []
         for kind, (window, mutual, *_, chunked) in enumerate(self._kinds):
             seen = [x.mutual() for x in layouts] if mutual or (rows.given and rows.given.is_mutual(window)) else layouts
@@ -394,7 +399,7 @@ class SlabCache(SlotTable):
         return plans
 
     def _new_slabs(self) -> tuple[Slab, ...]:
-        """Return one slab without memory per kind of attention."""
+        """Return one slab per kind of attention. They hold no memory yet."""
         each = zip(self._kinds.items(), self._empty, strict=True)
         return tuple(
             Slab(count, window, empty, self._limit, single) for ((window, _, _, _, single, _), count), empty in each
@@ -413,7 +418,7 @@ class SlabCache(SlotTable):
         return slabs, place
 
     def _reserve(self, slots: Sequence[int], ends: Sequence[int]) -> None:
-        """Make room for `ends[i]` columns of each slot i. Raises `OutOfMemory`."""
+        """Make room for `ends[i]` columns in each slot i. Raise `OutOfMemory` if there is no memory."""
         for slot, end in zip(slots, ends, strict=True):
             used = self._tops[slot]
             for slab in self._held[slot]:
@@ -432,6 +437,7 @@ class SlabCache(SlotTable):
 
 
 def _layout_of(rows: Rows, index: int) -> Layout:
-    """Return the layout of one slot's rows in a pass, including rows of earlier passes over the same tree."""
+    """Return the layout of one slot's rows in a pass, including the rows that earlier passes over the same tree have
+    written."""
     start, length = rows.starts[index], rows.lengths[index]
     return layout(rows.parents[index][: start + rows.counts[index]], length % 2, start)

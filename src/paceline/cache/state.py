@@ -1,12 +1,12 @@
-"""States of recurrent layers, kept at a few lengths of each text.
+"""The states of recurrent layers, which are kept for a few lengths of each text.
 
-Attention reads every token of a text from the cache, so a rejected token costs nothing: it is overwritten. A recurrent
-layer has one state for the whole text, and a token cannot be removed from it. Therefore a pass never changes a state.
-It records an update for each row, which is far smaller than a state. A commit takes the state before the pass and
-applies the updates of the accepted rows, in order and with the same operations as the pass. The result has the same
+Attention reads every token of a text from the cache, so a rejected token can simply be overwritten. A recurrent layer,
+however, has a single state for the whole text, and no token can be removed from it. Therefore, a pass never changes a
+state. It records an update for each row, which is far smaller than a state. A commit takes the state before the pass,
+and applies the updates of the accepted rows, in order and with the same operations as the pass. The result has the same
 bits as a pass over only these rows, and no row goes through the model twice.
 
-States are immutable, so copies (forks, prefix cache, checkpoints) are references.
+States are immutable, so forks, the prefix cache and checkpoints only hold references to them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.types import Rows
 
 Tensors = tuple[Tensor, ...]
 State = Mapping[int, Tensors]
-"""Recurrent layer -> its state after a text."""
+"""Index of a recurrent layer -> its state after a text."""
 
 CHECKPOINT = 256
-"""Distance between checkpoints, in tokens. Prompts are cut into chunks at the same positions."""
+"""Distance between two checkpoints, in tokens. Prompts are cut into chunks at the same positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class Tree:
         return self.parents == tuple(range(NONE, len(self.parents) - 1))
 
     def history(self, count: int) -> Tensor:
-        """Return int64 [T, count]: for each row of the pass, the last `count` entries of its text, ending with the row.
+        """Return, for each row of the pass, the last `count` entries of its text, ending with the row itself, int64 [T,
+        count].
 
         Entries 0 to `count` - 2 are the last tokens of the committed text. Entry `count` - 1 + r is row r of the tree.
         """
@@ -68,14 +69,14 @@ def _history(parents: tuple[int, ...], count: int) -> Tensor:
 
 
 class Stretch(NamedTuple):
-    """Consecutive rows of one slot that a recurrence takes together.
+    """Consecutive rows of a slot that a recurrence processes together.
 
     Attributes:
         slot: Index of the slot in the pass.
         first: First row, counted from the slot's first row in the pass.
-        tree: The tree that the rows end.
+        tree: The tree. These rows are its last ones.
         state: The state before the tree.
-        earlier: Updates of the tree's rows before these, each [start, ...]. None if there are none.
+        earlier: Updates of the tree's earlier rows, each [start, ...]. None if there are none.
     """
 
     slot: int
@@ -93,8 +94,8 @@ class Stretch(NamedTuple):
 class Recurrence(ABC):
     """The recurrence of one layer.
 
-    Unless the pass is part of a prompt, a row's result must have the same bits whatever other rows the pass has, and
-    `apply` must return the same bits as `scan`.
+    Except for prompt chunks, the bits of a row's result must not depend on the other rows of the pass, and `apply` must
+    return the same bits as `scan`.
     """
 
     @abstractmethod
@@ -105,23 +106,23 @@ class Recurrence(ABC):
     def scan(
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
-        """Feed the rows of a pass. The arguments stay unchanged.
+        """Feed the rows of a pass. This does not change the arguments.
 
         Args:
             state: The state before the tree.
             earlier: Updates of the rows before `tree.start`, each [start, ...]. None if there are none.
             tree: The tree that the rows belong to.
             inputs: Inputs of the pass's rows, each [T, ...].
-            prompt: True if the rows are a chunk of a prompt: a chain of any length that needs no updates.
+            prompt: True if the rows are a prompt chunk, which is a chain of any length and needs no updates.
 
         Returns:
-            The outputs [T, ...], the rows' updates, each [T, ...] (() for a prompt), and the state after the last row
-            (None if the tree is not a chain).
+            The outputs [T, ...], the updates of the rows, each [T, ...] (empty for a prompt), and the state after the
+            last row (None if the tree is not a chain).
         """
 
     @abstractmethod
     def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
-        """Return the state after applying the updates of these rows in order."""
+        """Return the state that results from applying the updates of these rows, in order."""
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class _Fed:
 
     Attributes:
         updates: Layer -> updates of the rows.
-        after: Layer -> n -> state after the first n rows, if the rows are a chain.
+        after: If the rows are a chain, layer -> n -> state after the first n rows.
     """
 
     updates: dict[int, Tensors] = field(default_factory=dict)
@@ -139,40 +140,40 @@ class _Fed:
 
 @dataclass(frozen=True, slots=True)
 class SavedHybrid(Saved):
-    """Keys and values of a slot, and its states by length of the text."""
+    """The keys and values of a slot, and its states by length of the text."""
 
     slabs: SavedSlabs
     states: Mapping[int, State]
 
     def most(self, length: int, prompt: int) -> int:
-        """Return the greatest length with a saved state, at most `length`, or 0."""
+        """Return the greatest length, up to `length`, for which a state was saved, or 0 if there is none."""
         return max((n for n in self.states if n <= length and self.slabs.holds(n, prompt)), default=0)
 
 
 class StateCache(SlabCache):
     """A `SlabCache` for models that also have recurrent layers.
 
-    A slot keeps states at its current length, at the length before its latest commit, and at checkpoints. Checkpoints
-    are the last two multiples of `CHECKPOINT`, and `CHECKPOINT` times each power of two. `truncate` and `load` go back
-    to the nearest state.
+    A slot keeps the states at its current length, at the length before its latest commit, and at checkpoints. The
+    checkpoints are the last two multiples of `CHECKPOINT`, and `CHECKPOINT` times each power of two. `truncate` and
+    `load` go back to the nearest state.
     """
 
     def __init__(self, recurrences: Mapping[int, Recurrence], *args: Any) -> None:
         """Make a cache.
 
         Args:
-            recurrences: Recurrent layer -> its recurrence.
+            recurrences: Index of a recurrent layer -> its recurrence.
             args: Arguments of `SlabCache`.
         """
         super().__init__(*args)
         self.recurrences = recurrences
         self._states: dict[int, dict[int, State]] = {}
-        """Taken slot -> length of its text -> the state after it."""
+        """Taken slot -> length of its text -> the state after that length."""
         self._fed: dict[int, _Fed] = {}
 
     @cached_property
     def _empty_states(self) -> State:
-        """The states of an empty text. All slots share them, since a state is never changed in place."""
+        """The states of an empty text. All slots share them, because a state is never changed in place."""
         return {layer: one.empty() for layer, one in self.recurrences.items()}
 
     @torch.inference_mode()
@@ -207,7 +208,8 @@ class StateCache(SlabCache):
         return length
 
     def restored(self, saved: SavedHybrid) -> SavedHybrid:  # type: ignore[override]
-        """See `protocols.Restorer`. `load` takes states as they are, so they must not stay pages of a file."""
+        """See `protocols.Restorer`. `load` uses states as they are, so they must not remain memory-mapped pages of a
+        file."""
         states = {
             n: {layer: tuple(x.clone() for x in tensors) for layer, tensors in state.items()}
             for n, state in saved.states.items()
@@ -232,8 +234,8 @@ class StateCache(SlabCache):
 
     @torch.inference_mode()
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
-        """See `protocols.KVCache.commit`. The state before the commit is kept, so that a round that failed half-way can
-        be repeated."""
+        """See `protocols.KVCache.commit`. The state before the commit is kept, so that a round can be repeated if it
+        fails half-way."""
         for i, (slot, length, path) in enumerate(zip(rows.slots, rows.lengths, paths, strict=True)):
             if path is not None:
                 self.check_commit(slot, rows, i)
@@ -244,7 +246,8 @@ class StateCache(SlabCache):
         super().commit(rows, paths)
 
     def _after(self, slot: int, length: int, path: Sequence[int]) -> dict[int, State]:
-        """Return the states after `length` tokens and the rows of a path, at its end and at the checkpoints on it."""
+        """Return the states after `length` tokens and the rows of a path: the state at the end of the path, and the
+        states at the checkpoints on it."""
         fed, state, done, found = self._fed[slot], self._states[slot][length], 0, dict[int, State]()
         for end in _ends(length, len(path)):
             # `Decoder.excerpt` feeds only the first layers. The other layers keep their state.
@@ -254,7 +257,7 @@ class StateCache(SlabCache):
         return found
 
     def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
-        """Return one layer's state after the first `end` rows of a path, given its state after `done` rows."""
+        """Return a layer's state after the first `end` rows of a path, given its state after the first `done` rows."""
         if path[end - 1] == end - 1 and end in fed.after[layer]:
             return fed.after[layer][end]
         updates = fed.updates[layer]
@@ -283,11 +286,11 @@ class StatePass(SlabPass):
             layers: See `SlabPass`.
             indices: See `SlabPass`.
             rows: The rows of the pass.
-            recurrences: Recurrent layer -> its recurrence.
-            before: For each slot, the state before its rows.
-            fed: For each slot, results of the rows since its last commit. `keep` adds to them.
+            recurrences: Index of a recurrent layer -> its recurrence.
+            before: For each slot, the state before the slot's rows.
+            fed: For each slot, the results of the rows since its last commit. `keep` adds to them.
         """
-        # Prompts also use exact attention, so that a text can continue from any state with the same bits.
+        # Use exact attention for prompts too, so that a text has the same bits from whichever state it continues.
         super().__init__(plans, layers, indices, False)
         self.rows, self._recurrences, self._before, self._fed = rows, recurrences, before, fed
         ends = [start + count for start, count in zip(rows.starts, rows.counts, strict=True)]
@@ -306,12 +309,13 @@ class StatePass(SlabPass):
             )
             lines[b].append(out)
         room = inputs[0].shape[1]
-        # Padding repeats the first row's token, and so its output (see `SlabPass.attend`).
+        # Padding rows repeat the first row's token, so they also repeat its output (see `SlabPass.attend`).
         whole = [torch.cat(parts) for parts in lines]
         return torch.stack([torch.cat([x, x[:1].expand(room - len(x), *x.shape[1:])]) for x in whole])
 
     def stretches(self, layer: int) -> Iterator[Stretch]:
-        """Yield the rows of the pass as a layer's recurrence takes them, in order. Call `keep` before the next one."""
+        """Yield the rows of the pass, in order, in the stretches that a layer's recurrence processes. Call `keep` for
+        each stretch before the next one."""
         for b in range(len(self.rows.slots)):
             if self.rows.prefill:
                 yield from self._prompt(layer, b)
@@ -325,12 +329,12 @@ class StatePass(SlabPass):
 
     def known(self, layer: int, b: int) -> Tensors | None:
         """Return the updates of the rows that slot `b` has fed in earlier passes since its last commit, each [start,
-        ...]. None if there are none."""
+        ...], or None if there are none."""
         start = 0 if self.rows.prefill else self._trees[b].start
         return tuple(x[:start] for x in self._fed[b].updates[layer]) if start else None
 
     def keep(self, layer: int, stretch: Stretch, updates: Tensors, end: Tensors | None) -> None:
-        """Record the updates of all rows since the slot's last commit (() for a prompt), and the state after the
+        """Record the updates of all rows since the slot's last commit (empty for a prompt), and the state after the
         stretch (None if the rows are a tree)."""
         fed = self._fed[stretch.slot]
         fed.updates[layer] = updates
@@ -341,7 +345,7 @@ class StatePass(SlabPass):
             fed.after[layer][stretch.rows.stop if prompt else len(self._trees[stretch.slot].parents)] = end
 
     def _prompt(self, layer: int, b: int) -> Iterator[Stretch]:
-        """Yield a prompt chunk in parts that end at checkpoints."""
+        """Yield the stretches of a prompt chunk. Each ends at a checkpoint or at the end of the chunk."""
         state, done = self._before[b][layer], 0
         for end in _ends(self.rows.lengths[b], self.rows.counts[b]):
             yield Stretch(b, done, _chain(end - done), state)
@@ -353,18 +357,19 @@ def _chain(count: int) -> Tree:
 
 
 def _ends(length: int, count: int) -> list[int]:
-    """Return the ends of the parts into which checkpoints divide the next `count` tokens, counted from `length`."""
+    """Return the ends of the parts into which checkpoints divide the next `count` tokens. They are counted from
+    `length`."""
     return [*range(CHECKPOINT - length % CHECKPOINT, count, CHECKPOINT), count]
 
 
 @lru_cache(maxsize=1024)
 def held(length: int) -> int:
     """Return the maximum number of states that a slot keeps for a text of this length."""
-    return len(_kept(length)) + 1  # 1 for the state before the latest commit
+    return len(_kept(length)) + 1  # plus the state before the latest commit
 
 
 def _kept(length: int) -> frozenset[int]:
-    """Return the lengths at which a slot of this length keeps states."""
+    """Return the lengths for which a slot keeps states if its own length is `length`."""
     count = length // CHECKPOINT
     powers = [1 << power for power in range(count.bit_length())]
     return frozenset({0, length, *(n * CHECKPOINT for n in (*powers, count, max(0, count - 1)))})

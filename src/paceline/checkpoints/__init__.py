@@ -1,1 +1,1 @@
-"""Readers of checkpoints in all layouts, for models and drafters."""
+"""Readers for all checkpoint layouts of models and drafters."""

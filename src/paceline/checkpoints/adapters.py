@@ -1,4 +1,5 @@
-"""LoRA adapters that are kept separate from the weights, so that each request may use its own (`kernels/low_rank.py`).
+"""LoRA adapters that are kept separate from the weights, so that each request may use a different one
+(`kernels/low_rank.py`).
 
 The weighted sum of several adapters, s B A + t D C, is one adapter with the sum of their ranks: [s B, t D] [A; C].
 """
@@ -20,17 +21,19 @@ from paceline.files.locate import is_adapter, resolve
 from paceline.kernels.low_rank import Factors
 
 MAX_ADAPTERS, MAX_RANK = 64, 512
-"""Limits of memory and of the self-check's time. The rank is per module, added over all adapters of a sum."""
+"""Maximum number of adapters and maximum rank. They limit memory and the duration of the self-check. The rank of a sum
+of adapters is the sum of their ranks at a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One LoRA adapter, or the sum of several, loaded next to a model's weights under one name.
+    """One LoRA adapter, or the sum of several adapters, that is loaded next to a model's weights under one name.
 
     Attributes:
-        path: A folder in PEFT's layout or a hub id. In a list of several, their changes are added up.
-        weights: The weight of each path in the sum; () for 1 each.
-        drafter: Default drafter of requests that use the adapter (see `paceline.load`); None for the model's default.
+        path: A folder in PEFT's layout, or a hub id. For a list of several, the changes of all adapters are added up.
+        weights: The weight of each path in the sum. Empty if every weight is 1.
+        drafter: Default drafter for requests that use the adapter (see `paceline.load`). None to use the model's
+            default.
     """
 
     path: str | Path | Sequence[str | Path]
@@ -59,10 +62,10 @@ class Adapter:
 
 
 def check_adapters(adapters: Mapping[str, Any]) -> dict[str, Adapter]:
-    """Return adapters by name. A path stands for the adapter there.
+    """Check adapters, and return them by name. A path stands for the adapter at this path.
 
     Raises:
-        InvalidOption: There are too many adapters, or a name or adapter is invalid.
+        InvalidOption: If there are too many adapters, or a name or adapter is invalid.
     """
     if len(adapters) > MAX_ADAPTERS:
         raise InvalidOption(f"there are {len(adapters)} adapters", f"Load at most {MAX_ADAPTERS}")
@@ -81,8 +84,8 @@ def read_factors(name: str, adapter: Adapter, base: Mapping[str, Any], **fetch: 
         **fetch: Options of `resolve`.
 
     Raises:
-        InvalidOption: A path is not a LoRA adapter.
-        UnsupportedModel: The adapter does not only change matrix products, or its rank exceeds `MAX_RANK`.
+        InvalidOption: If a path is not a LoRA adapter.
+        UnsupportedModel: If the adapter changes more than matrix products, or its rank exceeds `MAX_RANK`.
         PacelineError: See `resolve` and `LoraAdapter`.
     """
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}

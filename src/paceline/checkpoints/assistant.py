@@ -1,4 +1,5 @@
-"""Gemma 4's assistants: small learned drafters that read the target's keys and values instead of their own."""
+"""Gemma 4's assistants: small learned drafters that read the target's keys and values instead of computing their
+own."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ ASSISTANT = "gemma4_assistant"
 def open_assistant(path: Path, *, allow_pickle: bool = False) -> HeadFile:
     """Open the assistant in a folder in transformers' layout, without reading its tensors.
 
-    The optional `masked_embedding`, which limits the head to the likeliest groups of tokens, is ignored: all tokens are
-    scored.
+    The optional `masked_embedding`, which limits the head to the likeliest groups of tokens, is ignored. Paceline
+    scores all tokens.
 
     Raises:
-        ModelNotFound: A file is missing.
-        CorruptModel: A file is damaged.
-        UnsupportedModel: The folder does not hold an assistant that Paceline supports.
+        ModelNotFound: If a file is missing.
+        CorruptModel: If a file is damaged.
+        UnsupportedModel: If the folder does not hold an assistant that Paceline supports.
     """
     file = path / "config.json"
     raw = read_json(file, {"text_config": OBJECT})

@@ -34,9 +34,10 @@ class Checkpoint:
 
     Attributes:
         path: The folder or GGUF file.
-        config: Contents of config.json; for a GGUF file, its metadata translated to the same keys.
-        generation: Contents of generation_config.json, or {}.
-        tensors: Tensors by Hugging Face name, in the dtype of the file (float32 for a quantised GGUF), read on access.
+        config: Contents of config.json. For a GGUF file, its metadata, translated to the same keys.
+        generation: Contents of generation_config.json. Empty if there is none.
+        tensors: Tensors by Hugging Face name. Each access reads a tensor, in the dtype of the file (float32 for a
+            quantised GGUF file).
         tokenizer: The tokenizer.
     """
 
@@ -51,13 +52,13 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
     """Open a folder in Hugging Face's layout or a GGUF file.
 
     Args:
-        path: A path from `files.resolve`.
+        path: A path that `files.resolve` returned.
         allow_pickle: Accept pytorch_model.bin if there are no safetensors. It is read with `weights_only`.
 
     Raises:
-        ModelNotFound: A file is missing.
-        CorruptModel: A file is damaged.
-        UnsupportedModel: Paceline does not support the checkpoint.
+        ModelNotFound: If a file is missing.
+        CorruptModel: If a file is damaged.
+        UnsupportedModel: If Paceline does not support the checkpoint.
     """
     if path.is_file():
         from paceline.checkpoints.gguf import open_gguf
@@ -72,13 +73,13 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
 
 
 def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """Open a folder in Hugging Face's layout. Returns config and tensors, see `Checkpoint`; raises as
+    """Open a folder in Hugging Face's layout. Return its config and tensors (see `Checkpoint`). Raise the errors of
     `open_checkpoint`."""
     config = text_config(_config(path))
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
     weights = translated(config, weights)
     if EMBEDDING not in weights and ties_head(config):
-        # transformers saves a tensor that two modules share under only one of their names, which may be the head's.
+        # If two modules share a tensor, transformers saves it under only one of their names, which may be the head's.
         weights = Renamed(weights, {EMBEDDING if name == HEAD else name: name for name in weights})
     return config, weights
 
@@ -86,10 +87,10 @@ def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, An
 def eos_token_ids(
     config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Tokenizer | None = None
 ) -> tuple[int, ...]:
-    """Return all EOS ids: those in the config and in generation_config; the tokenizer's id if they have none.
+    """Return all EOS ids in the config and in generation_config.json. If there are none, return the tokenizer's EOS id.
 
     Raises:
-        CorruptModel: A value is neither an id nor a list of ids.
+        CorruptModel: If a value is neither an id nor a list of ids.
     """
     ids: list[int] = []
     for where, values in (("config.json", config), ("generation_config.json", generation)):
@@ -116,7 +117,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Mapping[str, Tensor]:
-    """Open a file of weights, whole or in shards.
+    """Open the weights in a folder: a single file, or shards with an index.
 
     Args:
         path: The folder.
@@ -125,14 +126,14 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
         allow_pickle: Accept the pickled file.
 
     Raises:
-        ModelNotFound: Neither file exists.
-        CorruptModel: A file is damaged.
-        UnsupportedModel: There is only the pickled file, and it is not accepted.
+        ModelNotFound: If neither file exists.
+        CorruptModel: If a file is damaged.
+        UnsupportedModel: If only the pickled file exists, and it is not accepted.
     """
     if files := _shards(path, safe):
         return Shards(files, _open_safetensors, mapped=True)
     if not (files := _shards(path, pickled)):
-        raise ModelNotFound(f"{path} holds no {safe} and no index of it", "Fetch the weights too")
+        raise ModelNotFound(f"{path} contains neither {safe} nor an index of it", "Fetch the weights too")
     if not allow_pickle:
         raise UnsupportedModel(
             f"{path} holds only pickled weights ({pickled}), which may run code when read",
@@ -142,9 +143,9 @@ def open_weights(path: Path, safe: str, pickled: str, allow_pickle: bool) -> Map
 
 
 def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | None:
-    """Return the shards, each with the tensors that the index lists for it (None without an index).
+    """Return the shards, and for each shard the tensors that the index lists for it (None if there is no index).
 
-    Returns None if the file does not exist.
+    Return None if neither the file nor its index exists.
     """
     index = path / f"{single}.index.json"
     if not index.exists():
@@ -165,7 +166,8 @@ Read = Callable[[str], Tensor]
 
 
 class Shards(LazyTensors):
-    """Tensors by name from one or more files. Headers are checked on creation; tensors are read on access."""
+    """Tensors by name, from one or more files. The headers are checked on creation, and the tensors are read on
+    access."""
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class Shards(LazyTensors):
         opener: Callable[[Path], tuple[list[str], Read]],
         mapped: bool = False,
     ) -> None:
-        """`mapped` is True if the float tensors that `opener` reads are pages of the file."""
+        """`mapped`: True if the float tensors that `opener` reads are memory-mapped pages of the file."""
         self._mapped = mapped
         self._names = self._sources = dict[str, tuple[Path, Read]]()
         for path, listed in files.items():
@@ -198,7 +200,8 @@ _MAPPED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
-    """Open a safetensors file. Common types are mapped here, not by the library, so that `Stored` can release pages."""
+    """Open a safetensors file. Paceline itself maps tensors of common types into memory, because `Stored` must be able
+    to release their pages."""
     with library_errors(f"{path} is damaged or cut off", _AGAIN):
         file: Any = safe_open(path, framework="pt", device="cpu")  # checks the header
         buffer = map_file(path).buffer

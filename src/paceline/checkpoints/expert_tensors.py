@@ -1,4 +1,5 @@
-"""Tensors of gpt-oss's folders in the form of other mixtures: one tensor per expert, not one stack of all experts."""
+"""gpt-oss's tensors in the form that other mixtures of experts have: one tensor per expert instead of a stack of all
+experts."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ _ROWS = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down_proj": {"down_proj": slice(None)},
 }
-"""Stack -> the projections in it, each with its rows of the stack."""
+"""Name of a stack -> the projections that it contains, each with its rows in the stack."""
 
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MXFP4, _GROUP = 39, 32
-"""ggml's number of the type, and the number of weights that share an exponent."""
+"""The type's number in ggml, and the number of weights that share an exponent."""
 
 
 class _StackPart(NamedTuple):
-    """Location of one expert's tensor: `rows` of entry `expert` in the stack `name`."""
+    """The location of one expert's tensor: `rows` of entry `expert` in the stack `name`."""
 
     name: str
     expert: int
@@ -48,7 +49,7 @@ class ExpertTensors(LazyTensors):
     that in OpenAI's checkpoints and in transformers' `integrations/mxfp4.py`.
 
     Raises:
-        CorruptModel: A stack has another shape.
+        CorruptModel: If a stack has another shape.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -98,8 +99,8 @@ class ExpertTensors(LazyTensors):
             return stored_of(self._tensors, part)
         if part.name.endswith("_blocks"):
             blocks, exponents = self._blocks(part)
-            # In ggml, a byte holds a code from the first half of the group in its low bits, and one from the second
-            # half above.
+            # In ggml, the low bits of a byte hold a code from the first half of the group, and its high bits hold a
+            # code from the second half.
             first, second = blocks[..., :8], blocks[..., 8:]
             paired = torch.stack([first & 15 | second << 4, first >> 4 | second & 240], -1).flatten(-2)
             data = torch.cat([exponents[..., None], paired], -1).flatten(1)
@@ -108,7 +109,7 @@ class ExpertTensors(LazyTensors):
         return Stored.floats(tensor, None) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
 
     def _blocks(self, part: _StackPart) -> tuple[Tensor, Tensor]:
-        """Return the codes, in pairs [out, groups, 16], and the exponents [out, groups]."""
+        """Return the codes, two per byte [out, groups, 16], and the exponents [out, groups]."""
         names = part.name, part.name.removesuffix("blocks") + "scales"
         blocks, exponents = (self._tensors[name][part.expert][part.rows] for name in names)
         if not blocks.dtype == exponents.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""Data that describes a family of models. Each family has a file in `families/`."""
+"""The data that describe a family of models. Each family has a file in `families/`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ POST_NORMS: Names = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Names of norms before and after attention and MLP."""
+"""Names in GGUF files of the norms before and after attention and the MLP -> their Hugging Face names."""
 
 
 def experts_named(block: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Names:
-    """Return the names of the experts' gate, up and down projections in `block`. GGUF files stack them."""
+    """Return the names of the experts' gate, up and down projections in `block`. In GGUF files, they are stacks."""
     return {f"ffn_{part}_exps": f"{block}.{{}}.{name}" for part, name in zip(_PARTS, names, strict=True)}
 
 
@@ -56,28 +56,28 @@ MIXTURE_KEYS: Mapping[str, FieldKind] = {
     "decoder_sparse_step": whole(1),
     "mlp_only_layers": listed(whole()) | NULL,
 }
-"""Config keys of a mixture of experts, with the names that most families use."""
+"""Config keys of a mixture of experts, under the names that most families use."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFLayout:
-    """Layout of one architecture in GGUF files.
+    """The layout of one architecture in GGUF files.
 
     Attributes:
-        architecture: Name of the architecture, "general.architecture".
-        names: Part of a layer -> its Hugging Face name.
-        experts: The same for parts that stack all experts along the first dimension. "{}" is replaced by the expert.
-        whole: Part of a layer -> Hugging Face name, for names that do not end in ".weight" or ".bias".
-        top: Names outside of layers, in addition to the names that all architectures share.
-        interleaved: In query and key rows, the two elements of each rotary pair are adjacent. Hugging Face stores all
-            first elements before all second elements.
-        shifted: Norm weights include the 1 that Hugging Face's code adds.
-        read: Function from the metadata and the common config to the config entries of this architecture, under Hugging
-            Face's keys.
-        keys: Types of the architecture's own metadata.
-        strips_spaces: Added tokens of the tokenizer absorb the white space after them.
-        uneven: Some layers lack heads or an MLP.
-        own_sizes: `read` reads the sizes of heads and layers, which may differ from layer to layer.
+        architecture: Name of the architecture, the value of "general.architecture".
+        names: GGUF name of a part of a layer -> its Hugging Face name.
+        experts: The same for parts that stack all experts along the first dimension. The expert's index replaces "{}".
+        whole: The same for names that do not end in ".weight" or ".bias".
+        top: The same for tensors outside of layers, in addition to the names that all architectures share.
+        interleaved: True if, in query and key rows, the two elements of each rotary pair are adjacent. Hugging Face
+            stores all first elements before all second elements.
+        shifted: True if norm weights include the 1 that Hugging Face's code adds.
+        read: Maps the metadata and the common config to the config entries of this architecture, under Hugging Face's
+            keys.
+        keys: Types of the metadata that only this architecture has, by key.
+        strips_spaces: True if added tokens of the tokenizer absorb the white space after them.
+        uneven: True if some layers have no heads or no MLP.
+        own_sizes: True if the sizes of heads and MLPs may differ from layer to layer. `read` then reads them.
     """
 
     architecture: str
@@ -100,26 +100,27 @@ class Family:
 
     Attributes:
         name: The `model_type`.
-        title: The family's models as the documentation names them; "" for an alias of another family.
-        defaults: Values of keys that a config may omit. Includes all keys of `model_config.PECULIAR` that the family
-            reads.
-        keys: Types of the family's own keys.
-        refine: Function from the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
-        rope: Function from the config's rope scaling to the rope scaling of the common `ModelConfig.rope`. A config may
-            have several, by layer type or by modality.
-        interleaved: In the files, the two elements of each rotary pair are adjacent.
-        rotary_key: Key of the head size, or of the rotated part's size if heads also have other parts.
-        names: Parts of tensor names in the files -> parts of Llama's names, replaced one after the other.
-        tensors: Function from the config and the renamed tensors to the decoder's tensors.
-        turned: Stacks of experts are [experts, in, out].
-        unlike_file: Function from the config and a module to the reason why the decoder's weights of this module differ
-            from the trained weights in more than their names; None if they do not.
-        quantised: Quantisation methods whose tensors the family reads.
+        title: The name of the family's models in the documentation. Empty for an alias of another family.
+        defaults: Values of the keys that a config may omit. They include all keys of `model_config.PECULIAR` that the
+            family reads.
+        keys: Types of the config keys that only this family has, by key.
+        refine: Maps the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
+        rope: Maps the config's rope scaling to the rope scaling of the common `ModelConfig.rope`. A config may have
+            several, by layer type or by modality.
+        interleaved: True if the two elements of each rotary pair are adjacent in the files.
+        rotary_key: Config key of the head size. If only a part of each head is rotated, the key of that part's size.
+        names: Parts of tensor names in the files -> parts of Llama's names. They are replaced one after the other.
+        tensors: Maps the config and the renamed tensors to the decoder's tensors.
+        turned: True if stacks of experts have the shape [experts, in, out].
+        unlike_file: Maps the config and a module to the reason why the decoder's weights of this module differ from the
+            trained weights in more than their names. The result is None if they do not.
+        quantised: Quantisation methods whose tensors can be read.
         part_of: `model_type`s of multimodal models that contain this language model.
-        mtp_follows: MTP layers follow the model's own layers, under DeepSeek's names.
-        mtp_early: An MTP layer reads the stream before the final norm, and before the embedding.
-        gguf: Layouts of the family's architectures in GGUF files.
-        goldens: Cases of the golden test, as keys of a tiny model in addition to `tests.support.tiny_families.SIZES`.
+        mtp_follows: True if MTP layers follow the model's own layers, under DeepSeek's names.
+        mtp_early: True if an MTP layer reads the stream before the final norm, and takes it before the embedding.
+        gguf: The layouts of the family's architectures in GGUF files.
+        goldens: Cases of the golden test. Each adds keys to the config of a tiny model
+            (`tests.support.tiny_families.SIZES`).
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""The config of a GGUF file under Hugging Face's keys. (Tensors: `gguf_tensors`; tokenizer: `text.gguf_tokenizer`.)"""
+"""The config of a GGUF file, under Hugging Face's keys. `gguf_tensors` reads the tensors, and `text.gguf_tokenizer`
+reads the tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ def open_gguf(path: Path) -> tuple[Config, GGUFTensors, Fields]:
     """Open a GGUF file.
 
     Returns:
-        The config under Hugging Face's keys, tensors that are read on access, and the raw metadata, which also holds
-        the tokenizer.
+        The config under Hugging Face's keys, the tensors, which are read on access, and the raw metadata, which
+        contains the tokenizer.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The architecture, layout or a tensor type is not supported.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the architecture, layout or a tensor type is not supported.
     """
     file = read_gguf(path)
     check(path, file.fields, GGUF)
@@ -50,11 +51,11 @@ _OTHER_KINDS = (
     ("eagle3 dflash", "is a drafter, not a model", "Name it as the drafter of a model: head:FILE"),
     ("bert t5 gemma-embedding llama-embed", "is an encoder, which generates no text", "Use a decoder-only model"),
 )
-"""Parts of the names of unsupported architectures, a description of these architectures, and the fix."""
+"""For each group of unsupported architectures: a part of their names, a description, and the fix."""
 
 
 def _architecture(file: GGUFFile) -> str:
-    """Return the architecture's name. Raises `UnsupportedModel` for a file that is not a supported model."""
+    """Return the architecture's name. Raise `UnsupportedModel` if the file is not a supported model."""
     name: str = file.fields.get("general.architecture", "?")
     title = file.path.name
     if (kind := file.fields.get("general.type", "model")) in ("adapter", "imatrix", "mmproj"):
@@ -77,9 +78,9 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
     """Return the config under Hugging Face's keys.
 
     Raises:
-        KeyError: Metadata is missing.
-        CorruptModel: Metadata is invalid.
-        UnsupportedModel: The metadata describes a model that is not supported.
+        KeyError: If metadata is missing.
+        CorruptModel: If metadata is invalid.
+        UnsupportedModel: If the metadata describes a model that is not supported.
     """
     meta = Metadata(file, layout.architecture, layout.keys)
     title = meta.file.path.name
@@ -88,10 +89,10 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
     if uneven and not layout.own_sizes:
         raise UnsupportedModel(f"{title} has layers of different widths", "Use a uniform model")
     if meta.get("pooling_type", 0):
-        raise UnsupportedModel(f"{title} embeds or ranks texts and does not generate any", "Use a language model")
+        raise UnsupportedModel(f"{title} embeds or ranks texts, but does not generate text", "Use a language model")
     if (layers := meta["block_count"] - meta.get("nextn_predict_layers", 0)) < 1:
         raise CorruptModel(f"{title} has no layers except MTP layers", "Fetch the file again")
-    # Mamba-2 has 0 heads. 1 avoids a division by zero and changes nothing else.
+    # Mamba-2 has 0 heads. Using 1 avoids a division by zero, and has no other effect.
     heads, hidden = max(1, widest(meta["attention.head_count"])), meta["embedding_length"]
     kv_heads = max(1, widest(meta.get("attention.head_count_kv", heads)))
     head_dim = meta.get("attention.key_length") or hidden // heads
@@ -104,7 +105,7 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        # If every layer is a mixture of experts, the experts' width may be the only one.
+        # If every layer is a mixture of experts, the metadata may contain only the experts' width.
         "intermediate_size": widest(meta.get("feed_forward_length", 0)) or meta[f"{experts}feed_forward_length"],
         # Nemotron-H uses another key for the same value.
         "rms_norm_eps": meta.get("attention.layer_norm_epsilon") or meta["attention.layer_norm_rms_epsilon"],
@@ -129,7 +130,7 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
 
 
 def _vocab_size(meta: Metadata) -> int:
-    """Return the size of the vocabulary, including padding. Drafters may lack an embedding to take it from."""
+    """Return the size of the vocabulary, including padding. A drafter may have no embedding that shows this size."""
     table = meta.file.tensors.get("token_embd.weight")
     return table.shape[0] if table else meta.get("vocab_size") or len(meta.file.fields["tokenizer.ggml.tokens"])
 
@@ -160,13 +161,15 @@ _EOS_TOKENS = {
     *("<EOT>", "<turn|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|return|>", "<|call|>"),
 }
 _HARMONY = {"<|return|>", "<|call|>"}
-"""gpt-oss's chat format ends a reply with these. "<|end|>" only ends a message, and a reply may have several."""
+"""The tokens that end a reply in gpt-oss's chat format. "<|end|>" only ends a message, and a reply may have several
+messages."""
 
 
 def _eos(fields: Fields) -> list[int] | None:
-    """Return all EOS ids: end of sequence, of turn and of message, and all tokens in `_EOS_TOKENS`.
+    """Return all EOS ids: the tokens that end a sequence, a turn or a message, and all tokens in `_EOS_TOKENS`.
 
-    The spelling is needed because converters store one id even if config.json lists several. llama.cpp does the same.
+    Tokens are also found by their text, because converters store a single id even if config.json lists several.
+    llama.cpp does the same.
     """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [fields[key] for key in (f"tokenizer.ggml.{key}" for key in keys) if key in fields]

@@ -1,4 +1,5 @@
-"""Codes of GGUF's quantised types. They are kept as stored, except that the scales of K-quants are computed as floats.
+"""The codes of GGUF's quantised types. They are kept as the file stores them. Only the scales of K-quants are converted
+to floats.
 
 Layouts: ggml's `ggml-common.h` and `ggml-quants.c`.
 """
@@ -19,8 +20,8 @@ _Parts = tuple[Tensor, Tensor, Tensor | None, int]
 def gguf_codes(data: Tensor, kind: str, shape: tuple[int, ...]) -> Codes | None:
     """Decode the bytes of a matrix [out, in].
 
-    The result equals `gguf.dequantize` bit for bit. With K-quants, it differs by rounding a group's scale and floor to
-    float16.
+    The values of the codes equal `gguf.dequantize` bit for bit, except with K-quants, whose scales and floors are
+    rounded to float16.
 
     Args:
         data: Bytes of the matrix.
@@ -28,7 +29,7 @@ def gguf_codes(data: Tensor, kind: str, shape: tuple[int, ...]) -> Codes | None:
         shape: Shape of the matrix.
 
     Returns:
-        The codes; None if the type is not supported or the tensor is not a matrix.
+        The codes, or None if the type is not supported or the tensor is not a matrix.
     """
     if kind not in _DECODERS or len(shape) != 2:
         return None
@@ -47,17 +48,17 @@ def _q5_k(blocks: Tensor) -> _Parts:
 _DECODERS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
     "Q4_0": (18, lambda blocks: (_nibbles(blocks[..., 2:]), _half(blocks, 0), -8 * _half(blocks, 0), 4)),
     "Q4_1": (20, lambda blocks: (_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2), 4)),
-    # Q5_0 is centred at 16, which becomes the centre of 8 bits.
+    # Q5_0 is centred at 16. Move its centre to the centre of 8-bit codes.
     "Q5_0": (22, lambda blocks: (_five_bits(blocks[..., 2:]) + (CENTRE[8] - 16), _half(blocks, 0), None, 8)),
     "Q5_1": (24, lambda blocks: (_five_bits(blocks[..., 4:]) + CENTRE[8], _half(blocks, 0), _half(blocks, 2), 8)),
     "Q8_0": (34, lambda blocks: (blocks[..., 2:] ^ CENTRE[8], _half(blocks, 0), None, 8)),
     "Q4_K": (144, lambda blocks: (_pairs(blocks[..., 16:]).flatten(-2), *_scale_and_floor(blocks), 4)),
     "Q5_K": (176, _q5_k),
 }
-"""Type -> bytes of a block, and the decoder of blocks."""
+"""Type -> size of a block in bytes, and the function that decodes blocks."""
 
 BITS = {kind: 4 if kind.startswith("Q4") else 8 for kind in _DECODERS}
-"""Type -> bits of the decoded codes. Five-bit types are decoded to eight bits."""
+"""Type -> number of bits of the decoded codes. Five-bit types are decoded to eight bits."""
 
 
 def pack_q4_1(codes: Codes) -> Tensor:
@@ -73,26 +74,27 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Return the low halves of all bytes, then the high halves."""
+    """Return the low 4 bits of all bytes, followed by the high 4 bits of all bytes."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
 def _five_bits(packed: Tensor) -> Tensor:
-    """Decode four bytes of fifth bits, followed by 16 bytes of halves."""
+    """Decode four bytes that hold the fifth bit of each code, followed by 16 bytes that hold the low 4 bits of two
+    codes each."""
     fifth = (packed[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return _nibbles(packed[..., 4:]) + (fifth.flatten(-2) << 4)
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """Return [..., 128] as 8 groups of 32. Each 32 bytes hold one group in their low halves, the next in the high
-    ones."""
+    """Decode bytes [..., 128] to 8 groups of 32 codes. Each run of 32 bytes holds one group in its low 4 bits, and the
+    next group in its high 4 bits."""
     groups: Tensor = _nibbles(packed.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     return groups
 
 
 def _scale_and_floor(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and floor of a K-quant's 8 groups: the block's two float16 times 6 bits each, partly
-    scattered."""
+    """Return the scales and floors of a K-quant's 8 groups. Each is one of the block's two float16 numbers times a
+    6-bit number, whose bits are partly scattered."""
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], -1)
     floor = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], -1)

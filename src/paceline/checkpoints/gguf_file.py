@@ -1,4 +1,4 @@
-"""GGUF containers, with metadata as plain Python values and tensors as bytes of the mapped file."""
+"""GGUF files as containers: metadata as plain Python values, and tensors as bytes of the memory-mapped file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _AGAIN = "Fetch the file again"
 _PIECE = 1 << 18
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-"""Float types."""
+"""The float types, by name."""
 _PLAIN = FLOATS | {"I32": torch.int32, "I64": torch.int64}
-"""Types that are read without dequantisation."""
+"""The types that are read without dequantisation, by name."""
 
 
 class GGMLType(NamedTuple):
-    """A tensor type: its number in ggml, and the elements and bytes of a block."""
+    """A tensor type: its number in ggml, and the size of a block in elements and in bytes."""
 
     name: str
     number: int
@@ -53,11 +53,13 @@ _TYPES = {
         *(("Q6_K", 14, 256, 210), ("IQ4_NL", 20, 32, 18), ("IQ4_XS", 23, 256, 136)),
     )
 }
-"""Types that every version of the `gguf` library dequantises. `gguf` is only imported for others: that takes 0.1 s."""
+"""The types that every version of the `gguf` library dequantises. `gguf` is imported only for other types, because the
+import takes 0.1 s."""
 
 
 def _type(number: int) -> GGMLType:
-    """Return a tensor type. Raises `UnsupportedModel` if neither the table nor the `gguf` library knows it."""
+    """Return the tensor type with this number. Raise `UnsupportedModel` if neither the table nor the `gguf` library
+    knows it."""
     if number in _TYPES:
         return _TYPES[number]
     import gguf
@@ -71,7 +73,8 @@ def _type(number: int) -> GGMLType:
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor of the file: its type, its shape (outermost dimension first, as in torch), and its mapped bytes [n]."""
+    """A tensor of a file: its type, its shape (outermost dimension first, as in torch), and its memory-mapped bytes
+    [n]."""
 
     type: GGMLType
     shape: tuple[int, ...]
@@ -83,7 +86,7 @@ class GGUFTensor:
         return self.type.name
 
     def part(self, index: int) -> GGUFTensor:
-        """Return one of the tensors that are stacked along the first dimension."""
+        """Return one of the tensors that this tensor stacks along its first dimension."""
         return GGUFTensor(self.type, self.shape[1:], self.data.view(self.shape[0], -1)[index])
 
     def read(self) -> Tensor:
@@ -93,17 +96,17 @@ class GGUFTensor:
         return dequantize(self.data, self.type).view(self.shape)
 
     def codes(self) -> Codes | None:
-        """Return a quantised matrix as the file's own codes; None for floats.
+        """Return the file's own codes of a quantised matrix, or None for floats.
 
-        Types with another form of codes (groups of 16) are quantised again, to 8 bits.
+        Types whose codes have another form (groups of 16) are quantised again, to 8 bits.
         """
         if self.kind in FLOATS:
             return None
         return gguf_codes(self.data, self.kind, self.shape) or quantize(self.read(), 8)
 
     def kept_bits(self) -> int | None:
-        """Return the bits of the codes that a matrix keeps on a CPU; None for floats and for codes that are
-        converted."""
+        """Return the number of bits of the codes that a matrix keeps on a CPU, or None for floats and for codes that
+        are converted."""
         if self.kind in FLOATS:
             return None
         if library() is None:
@@ -111,8 +114,8 @@ class GGUFTensor:
         return int(next(filter(str.isdigit, self.kind))) if packs(self.type.number) else None
 
     def stored(self) -> Stored:
-        """Return a matrix in place. A type that the kernels do not read is returned as floats, to be quantised to 8
-        bits."""
+        """Return a matrix without copying it. If the kernels do not read its type, return floats, which are then
+        quantised to 8 bits."""
         if not packs(self.type.number):
             return Stored.floats(self.read().float(), 8)
         return Stored.of(self.data.view(self.shape[0], -1), self.type.number, self.shape[1], mapped=True)
@@ -130,10 +133,10 @@ class GGUFTensor:
 
 
 def dequantize(data: Tensor, kind: GGMLType) -> Tensor:
-    """Return the flat float32 values of the bytes of blocks.
+    """Return the float32 values of a sequence of blocks, as a flat tensor.
 
-    Blocks are decoded in large pieces. The library's pieces of 16 rows take five times as long for an embedding's short
-    rows.
+    Blocks are decoded in large pieces. The library decodes 16 rows at a time, which takes five times as long for the
+    short rows of an embedding.
     """
     import gguf
 
@@ -150,7 +153,7 @@ def dequantize(data: Tensor, kind: GGMLType) -> Tensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """An open file: metadata `fields` by key, and `tensors` by GGUF name, which are not read yet."""
+    """An open file: its metadata (`fields`) by key, and its `tensors` by GGUF name. The tensors are read on access."""
 
     path: Path
     fields: Mapping[str, Any]
@@ -161,12 +164,12 @@ _open_files: WeakValueDictionary[Any, GGUFFile] = WeakValueDictionary()
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a file and read its header. The same file is not read again while an earlier result exists.
+    """Map a file into memory and read its header. A file is not read again as long as an earlier result exists.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The format is not supported.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the format is not supported.
     """
     mapped = map_file(path)
     if (file := _open_files.get(mapped.identity)) is None:
@@ -175,7 +178,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def gguf_vocab_size(path: Path) -> int:
-    """Return the size of the vocabulary (0 if there is none) without reading the whole header. Raises as
+    """Return the size of the vocabulary, or 0 if there is none, without reading the whole header. Raise the errors of
     `read_gguf`."""
     mapped = map_file(path)
     _check_start(path, mapped.buffer[:24])
@@ -206,7 +209,8 @@ def _read_part(path: Path, mapped: Mapped) -> GGUFFile:
 
 
 def _joined(first: GGUFFile, count: int) -> GGUFFile:
-    """Join a split file (llama.cpp's gguf-split): the first part's metadata with the tensors of all parts."""
+    """Join the parts of a split file (llama.cpp's gguf-split). The result has the metadata of the first part and the
+    tensors of all parts."""
     path = first.path
     names = parts_of(path.name)
     if names is None or len(names) != count:
@@ -231,7 +235,7 @@ def _joined(first: GGUFFile, count: int) -> GGUFFile:
 
 
 def _tensor(name: str, entry: TensorEntry, mapped: Mapped) -> GGUFTensor:
-    """Return a tensor of the file. Raises `ValueError` for a tensor that the file cannot contain."""
+    """Return a tensor of the file. Raise `ValueError` if the file cannot contain such a tensor."""
     kind, count = _type(entry.number), math.prod(entry.shape)
     if not entry.shape or not count:
         raise ValueError(f"{name} is empty")

@@ -1,4 +1,5 @@
-"""Headers of GGUF files: metadata as plain Python values, and positions of the tensors. Layout: ggml's GGUF page."""
+"""The headers of GGUF files: metadata as plain Python values, and the positions of tensors. ggml's documentation
+describes the format."""
 
 from __future__ import annotations
 
@@ -7,16 +8,17 @@ from struct import Struct, calcsize, unpack_from
 from typing import Any, NamedTuple
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type of a value -> its format character in `struct`."""
+"""GGUF type of a value -> its format character in `struct`."""
 _STRING, _ARRAY = 8, 9
 
 _LONGEST, _MOST_ELEMENTS, _MOST_DIMENSIONS = 1 << 28, 1 << 23, 8
-"""Limits: bytes of a header; elements of all its arrays (empty strings would cost a sparse file nothing); dimensions of
-a tensor."""
+"""Limits on the bytes of a header, on the number of elements in all its arrays, and on the dimensions of a tensor. The
+number of elements needs its own limit, because a sparse file can contain any number of empty strings."""
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: its shape (outermost dimension first), its type's number in ggml, and its first byte in the file."""
+    """A tensor's entry: its shape (outermost dimension first), the number of its type in ggml, and its first byte in
+    the file."""
 
     shape: tuple[int, ...]
     number: int
@@ -24,7 +26,7 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header: metadata `fields` by key, `tensors` by name, and its `size` in bytes."""
+    """A header: its metadata (`fields`) by key, its `tensors` by name, and its `size` in bytes."""
 
     fields: dict[str, Any]
     tensors: dict[str, TensorEntry]
@@ -32,7 +34,8 @@ class Header(NamedTuple):
 
 
 def read_header(data: mmap) -> Header:
-    """Read the header after magic number and version. Raises `ValueError` or `struct.error` for damaged headers."""
+    """Read the header that follows the magic number and the version. Raise `ValueError` or `struct.error` if it is
+    damaged."""
     reader = _Reader(data)
     tensor_count, field_count = reader.numbers("Q", 2)
     fields: dict[str, Any] = {}
@@ -55,7 +58,8 @@ def read_header(data: mmap) -> Header:
 
 
 def count_tokens(data: mmap) -> int:
-    """Return the size of the vocabulary, and read no further; 0 if there is none. Raises as `read_header`."""
+    """Return the size of the vocabulary, or 0 if there is none. Reading stops there. Raise the errors of
+    `read_header`."""
     reader = _Reader(data)
     _, field_count = reader.numbers("Q", 2)
     for _ in range(field_count):
@@ -68,7 +72,7 @@ def count_tokens(data: mmap) -> int:
 
 
 class _Reader:
-    """Reader of consecutive values."""
+    """Reads one value after the other."""
 
     def __init__(self, data: mmap) -> None:
         self._data, self.at, self._elements = memoryview(data)[:_LONGEST], 8, 0
@@ -98,7 +102,8 @@ class _Reader:
         return self._strings(1)[0] if kind == _STRING else self.number(_code(kind))
 
     def _strings(self, count: int) -> list[str]:
-        """Read strings. Optimised for speed, because a vocabulary with its merges has half a million strings."""
+        """Read strings. This is optimised for speed, because a vocabulary and its merges have half a million
+        strings."""
         data, at, end, found = self._data, self.at, len(self._data), list[str]()
         size_at, append = Struct("<Q").unpack_from, found.append
         for _ in range(count):

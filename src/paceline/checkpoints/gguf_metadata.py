@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file, as the readers of its architecture use it."""
+"""The metadata of a GGUF file, for the functions that read a certain architecture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Fields = Mapping[str, Any]
 Config = dict[str, Any]
 _AGAIN = "Fetch the file again"
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that are part of the config."""
+"""Names of tensors that belong to the config."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """A file's metadata, by key without the architecture's name as prefix.
+    """A file's metadata. Keys do not have the architecture's name as a prefix.
 
     Each value is checked on access, against `schema.GGUF_ARCHITECTURE` or the architecture's own `keys`.
     """
@@ -33,13 +33,13 @@ class Metadata:
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value; `default` if the file has none."""
+        """Return a value, or `default` if the file does not contain it."""
         name = f"{self.architecture}.{key}"
         if name in self.file.fields:
             kind = self.keys.get(key) or GGUF_ARCHITECTURE[key]
             check_value(self.file.path, name, self.file.fields[name], kind)
         value = self.file.fields.get(name, default)
-        # Metadata is float32. config.json has the shortest decimal that rounds to the same value.
+        # Metadata are float32. config.json contains the shortest decimal number that rounds to the same float32.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def __getitem__(self, key: str) -> Any:
@@ -49,7 +49,7 @@ class Metadata:
         return value
 
     def factors(self, name: str) -> list[float] | None:
-        """Return the values of the tensor `name` from `ROPE_FACTORS`; None if the file has none."""
+        """Return the values of a tensor in `ROPE_FACTORS`, or None if the file does not contain it."""
         tensor = self.file.tensors.get(name)
         if tensor is None:
             return None
@@ -60,10 +60,10 @@ class Metadata:
 def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     """Return the type of each layer: full attention for every `every`-th layer, and sliding attention for the others.
 
-    The metadata may have another period, or a list with True for layers with a window.
+    The metadata may override this with another period, or with a list that has True for each layer with a window.
 
     Raises:
-        CorruptModel: The list is too short.
+        CorruptModel: If the list is too short.
     """
     pattern = meta.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list) and len(pattern) < layers:
@@ -83,7 +83,8 @@ def has_part(meta: Metadata, part: str) -> bool:
 
 
 def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
-    """Return a size for each layer. The metadata may hold one size for all layers. Raises `CorruptModel`."""
+    """Return a size for each layer. The metadata may contain a single size for all layers. Raise `CorruptModel` if it
+    contains anything else."""
     if not isinstance(value, list):
         return [int(value)] * layers
     if len(value) < layers or not all(isinstance(size, int) and least <= size < 2**24 for size in value):
@@ -92,7 +93,8 @@ def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
 
 
 def each_layer(meta: Metadata, config: Config, key: str) -> list[int]:
-    """Return a size for each of the model's own layers, 0 for layers without the part. Raises `CorruptModel`."""
+    """Return a size for each of the model's own layers, and 0 for layers without this part. Raise `CorruptModel` as
+    `by_layer` does."""
     return by_layer(meta[key], config["num_hidden_layers"], 0)
 
 

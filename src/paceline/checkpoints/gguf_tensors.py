@@ -1,4 +1,4 @@
-"""GGUF tensors under Hugging Face's names and in its layout, based on the layout of the architecture."""
+"""The tensors of a GGUF file under Hugging Face's names and in its layout."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ _NEXT = {
     "shared_head_head.weight": "lm_head.weight",
     "embed_tokens.weight": "embed_tokens.weight",
 }
-"""Parts of an MTP layer, named after "nextn." -> their names after "mtp."."""
+"""Name after "nextn." of a part of an MTP layer -> its name after "mtp."."""
 _FLAT = (".A_log", ".mamba.D", ".mamba.norm.weight")
-"""Suffixes of vectors that some files store as matrices."""
+"""Name suffixes of vectors that some files store as matrices."""
 
 
 class GGUFTensors(LazyTensors):
-    """Tensors of a file by Hugging Face name. Each access reads the tensor and dequantises it to float32.
+    """The tensors of a file by Hugging Face name. Each access reads a tensor, and dequantises it to float32.
 
     Raises:
-        UnsupportedModel: `layout` does not know a tensor, or the `gguf` library does not know a tensor type.
+        UnsupportedModel: If `layout` does not include a tensor of the file, or the `gguf` library does not know a
+            tensor type.
     """
 
     def __init__(self, file: GGUFFile, layout: GGUFLayout, config: Mapping[str, Any]) -> None:
@@ -101,8 +102,8 @@ def _is_norm(name: str) -> bool:
 
 
 def _named(file: GGUFFile, layout: GGUFLayout, layers: int) -> dict[str, GGUFTensor]:
-    """Return the tensors by Hugging Face name. Layers after the model's own are MTP layers, with Qwen's names
-    ("mtp.")."""
+    """Return the tensors by Hugging Face name. The layers after the model's own layers are MTP layers, which get Qwen's
+    names ("mtp.")."""
     found: dict[str, GGUFTensor] = {}
     unknown = []
     for name, tensor in file.tensors.items():
@@ -127,7 +128,8 @@ def _named(file: GGUFFile, layout: GGUFLayout, layers: int) -> dict[str, GGUFTen
 
 
 def _hf_names(name: str, tensor: GGUFTensor, layout: GGUFLayout) -> dict[str, GGUFTensor]:
-    """Return Hugging Face's name of a GGUF tensor, or one name per expert for a stack; {} for an unknown tensor."""
+    """Return a GGUF tensor under its Hugging Face name. A stack of experts becomes one tensor per expert. The result is
+    empty for an unknown tensor."""
     if top := layout.top.get(name) or _TOP.get(name):
         return {top: tensor}
     block, _, rest = name.partition(".")
@@ -149,7 +151,7 @@ def _hf_names(name: str, tensor: GGUFTensor, layout: GGUFLayout) -> dict[str, GG
 
 
 def unpair(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows [heads * D, ...] from (pair, half) within each head to (half, pair)."""
+    """Reorder the rows [heads * D, ...] within each head, from (pair, half) order to (half, pair) order."""
     if weight.shape[0] % (2 * heads):
         raise CorruptModel(f"a projection of {weight.shape[0]} rows does not fit {heads} heads", "Fetch the file again")
     pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])

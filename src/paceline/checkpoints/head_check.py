@@ -17,11 +17,12 @@ Shapes = dict[str, tuple[int, ...]]
 _AGAIN = "Fetch the head again"
 _INTEGERS = (torch.int64, torch.int32, torch.bool, torch.uint8)
 MAPS = ("d2t", "t2d", "token_map")
-"""Tensors that map rows of a reduced vocabulary to the target's tokens."""
+"""Names of tensors that map the rows of a reduced vocabulary to the target's tokens."""
 
 
 def shapes_of(config: TrainableConfig) -> tuple[Shapes, Shapes]:
-    """Return the shapes of the tensors that a head must have, and of those it may have. `heads.py` lists the names."""
+    """Return the shapes of the tensors that a head must have, and of the tensors that it may have. `models/heads.py`
+    lists the names."""
     if isinstance(config, EagleConfig):
         return _eagle3(config) if config.version == 3 else _eagle(config)
     if isinstance(config, MedusaConfig):
@@ -42,7 +43,7 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
     maps: Shapes = {"d2t": (c.draft_vocab,), "t2d": (vocab,)}
     embedding: Shapes = {"embed_tokens.weight": (vocab, h)}
     head: Shapes = {"lm_head.weight": (c.draft_vocab, h)}
-    # A head whose width differs from the target's can borrow neither the embedding nor rows of the output head.
+    # If a head's width differs from the target's, the head must store its own embedding and output head.
     for part, must in ((maps, c.draft_vocab != vocab), (embedding | head, h != c.target_hidden)):
         (needed if must else allowed).update(part)
     return needed, allowed
@@ -51,7 +52,7 @@ def _eagle3(c: EagleConfig) -> tuple[Shapes, Shapes]:
 def _eagle(c: EagleConfig) -> tuple[Shapes, Shapes]:
     h = c.layer.hidden
     needed, allowed = _layers(c.layer, h)
-    norm = "layers.0.input_layernorm.weight"  # the reference lacks it, because the target has normed its input
+    norm = "layers.0.input_layernorm.weight"  # the reference has none, because the target has already normed the input
     allowed |= {norm: needed.pop(norm), "fc.bias": (h,), "embed_tokens.weight": (c.layer.vocab_size, h)}
     return needed | {"fc.weight": (h, 2 * h)}, allowed
 
@@ -84,7 +85,7 @@ def _block(c: BlockConfig) -> tuple[Shapes, Shapes]:
 
 
 def _dflash2(c: BlockConfig) -> Shapes:
-    """Return the tensors that only DFlash 2 has."""
+    """Return the shapes of the tensors that only DFlash 2 has."""
     h, found = c.layer.hidden, Shapes()
     for i in range(c.layer.layers if c.conv else 0):
         for part in ("attention", "mlp"):
@@ -107,7 +108,7 @@ def _exit(c: ExitConfig) -> tuple[Shapes, Shapes]:
 
 
 def _layers(c: ModelConfig, width: int) -> tuple[Shapes, Shapes]:
-    """Return the tensors of all layers. `width` applies to the first layer, see `_layer`."""
+    """Return the shapes of the tensors of all layers. `width` applies to the first layer (see `_layer`)."""
     needed, allowed = _layer(c, 0, width)
     for index in range(1, c.layers):
         must, may = _layer(c, index, c.hidden)
@@ -117,7 +118,8 @@ def _layers(c: ModelConfig, width: int) -> tuple[Shapes, Shapes]:
 
 
 def _layer(c: ModelConfig, index: int, width: int) -> tuple[Shapes, Shapes]:
-    """Return the tensors of a decoder layer. Its queries, keys and values are projections of `width` elements."""
+    """Return the shapes of the tensors of a decoder layer. Its queries, keys and values are projected from `width`
+    elements."""
     start, q, kv = f"layers.{index}.", c.heads * c.head_dim, c.kv_heads * c.head_dim
     parts: Shapes = {
         "self_attn.q_proj": (q, width),
@@ -139,9 +141,9 @@ def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Te
     """Check a head's tensors against its config.
 
     Raises:
-        CorruptModel: A tensor is missing, unknown, not finite or has the wrong shape, or token maps or config are
-            inconsistent.
-        UnsupportedModel: Weights are quantised.
+        CorruptModel: If a tensor is missing, unknown, not finite or has the wrong shape, or if the token maps or the
+            config are inconsistent.
+        UnsupportedModel: If the weights are quantised.
     """
     _check_config(where, config)
     needed, allowed = shapes_of(config)

@@ -1,4 +1,4 @@
-"""Four-bit matrices of learned drafters: rows of GGUF's Q4_1 blocks, stored as bytes in safetensors."""
+"""Four-bit matrices of learned drafters. Their rows are GGUF's Q4_1 blocks, stored as bytes in safetensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from paceline.kernels.stored import Stored
 from paceline.models.lazy import LazyTensors
 
 FORMAT = "Q4_1"
-"""Name of the blocks' type, in config.json under "paceline"."""
+"""Name of the blocks' type, which config.json contains under "paceline"."""
 
 _NUMBER, _BYTES = 3, 20
-"""The type's number in ggml, and the bytes of a block."""
+"""The type's number in ggml, and the size of a block in bytes."""
 
 
 def encode(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Quantise each matrix whose rows are whole blocks, to bytes [out, bytes per row]. Other tensors are unchanged."""
+    """Quantise each matrix whose rows consist of whole blocks, to bytes [out, bytes per row]. Other tensors stay
+    unchanged."""
     return {name: pack_q4_1(quantize(x, 4)) if _has_blocks(name, x) else x for name, x in tensors.items()}
 
 
@@ -35,7 +36,7 @@ class CodedTensors(LazyTensors):
     """Tensors that `encode` may have quantised. Each access dequantises such a tensor to float32."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises `CorruptModel` if the bytes of a tensor are not whole blocks."""
+        """Raise `CorruptModel` if the bytes of a tensor are not whole blocks."""
         self._names = self._tensors = tensors
         for name in tensors:
             if self._is_coded(name) and (tensors[name].ndim != 2 or tensors[name].shape[1] % _BYTES):
@@ -68,5 +69,5 @@ class CodedTensors(LazyTensors):
 
 
 def decode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Mapping[str, Tensor]:
-    """Return a file's tensors, decoded if necessary. `about` is the "paceline" entry of its config."""
+    """Return a file's tensors, decoded if necessary. `about`: The "paceline" entry of the file's config."""
     return CodedTensors(tensors) if about.get("matrices") == FORMAT else tensors

@@ -1,6 +1,7 @@
-"""Readers of block drafters: DFlash 1 and 2 and DSpark, in their authors' layouts and in the layout of `speculators`.
+"""Readers for block drafters (DFlash 1 and 2, DSpark), in the layouts of their authors and in the layout of
+`speculators`.
 
-DFlash numbers taps by the layer whose *output* they read, one less than the layer that the stream enters.
+DFlash numbers a tap by the layer whose *output* it reads. This is one less than the layer that the stream enters.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ DFLASH2 = {
     "selector": "selector_rank",
     "candidates": "selector_top_k",
 }
-"""Fields of `BlockConfig` that every DFlash 2 head has -> their keys in its config."""
+"""Fields of `BlockConfig` that every DFlash 2 head has -> their keys in the head's config."""
 _DSPARK = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "sample_from_anchor")
 _NESTED = (*_DSPARK, *DFLASH2.values())
-"""Keys of DSpark and DFlash 2 that may be at the top level of the config, next to the layers' keys."""
+"""Keys of DSpark and DFlash 2 that may also be at the top level of the config, next to the layers' keys."""
 
 
 def read_dflash(folder: HeadFolder) -> Found:
@@ -88,16 +89,16 @@ def read_speculators_dflash(folder: HeadFolder) -> Found:
 
 
 def _without_copies(folder: HeadFolder, config: BlockConfig) -> Tensors:
-    """Return the tensors without copies of the target's embedding and head, which are never trained.
+    """Return the tensors without copies of the target's embedding and output head, which are never trained.
 
-    An output head over the whole vocabulary is always such a copy.
+    An output head for the whole vocabulary is always such a copy.
     """
     unused = ("embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight", "d2t", "t2d")))
     return {name: tensor for name, tensor in folder.tensors.items() if name not in unused}
 
 
 def _refuse_dflash(folder: HeadFolder, raw: Raw, sliding: bool) -> None:
-    """Raise `UnsupportedModel` for features that `BlockNetwork` lacks. `sliding` is True if some layers have a
+    """Raise `UnsupportedModel` for features that `BlockNetwork` does not have. `sliding`: True if some layers have a
     window."""
     found = {
         **{name: raw.get(name) for name in ("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")},
@@ -120,8 +121,8 @@ def _refuse_dflash(folder: HeadFolder, raw: Raw, sliding: bool) -> None:
 
 
 def block_layer(raw: Raw) -> ModelConfig:
-    """Read the layers. Windows longer than the head's own context are kept, because the target's context may be
-    longer."""
+    """Read the config of the layers. A window that is longer than the head's own context is kept, because the target's
+    context may be longer than the window."""
     layer, unbounded = read_config(raw), read_config({**raw, "max_position_embeddings": 1 << 40})
     plan = tuple(replace(x, window=y.window) for x, y in zip(layer.plan, unbounded.plan, strict=True))
     return replace(layer, tied=False, special=plan if any(x.window for x in plan) else ())
@@ -130,7 +131,8 @@ def block_layer(raw: Raw) -> ModelConfig:
 def _block(
     folder: HeadFolder, layer: ModelConfig, taps: tuple[Tap, ...], nested: Raw, causal: tuple[bool, ...]
 ) -> BlockConfig:
-    """Build the config. `nested` holds mask_token_id, and block_size unless it is at the top level of the config."""
+    """Build the config. `nested`: Holds mask_token_id. It also holds block_size, unless this is at the top level of the
+    config."""
     vocab = folder.raw.get("draft_vocab_size") or layer.vocab_size
     sure = folder.tensors.get("confidence_head.proj.weight")
     return BlockConfig(
@@ -147,7 +149,8 @@ def _block(
 
 
 def _spread(target_layers: int, layers: int) -> tuple[Tap, ...]:
-    """Return DFlash's default taps: outputs of evenly spaced layers, from the second to the third from the end."""
+    """Return DFlash's default taps: the outputs of evenly spaced layers, from the second layer to the third from the
+    end."""
     if layers == 1:
         return (target_layers // 2 + 1,)
     return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) + 1 for i in range(layers))

@@ -1,8 +1,8 @@
-"""Readers of learned drafters in any project's layout. They return the terms of `models/heads.py`.
+"""Readers for learned drafters in the layouts of all projects. The results use the names of `models/heads.py`.
 
-Taps are translated. EAGLE-3's reference and `speculators` number the stream that *enters* a layer, as Paceline does
-(vLLM checks `if idx in aux_hidden_state_layers` before the layer runs). SGLang's `eagle_config` and DFlash number the
-layer whose *output* they read, which is one less.
+Tap numbers are translated. EAGLE-3's reference and `speculators` number a tap by the layer that the stream *enters*, as
+Paceline does (vLLM checks `if idx in aux_hidden_state_layers` before the layer runs). SGLang's `eagle_config` and
+DFlash number a tap by the layer whose *output* it reads, which is one less.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output
 """EAGLE-3 settings with the same names in files and in `EagleConfig`."""
 
 _UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
-"""Tensors that some files contain and no head needs."""
+"""Names of tensors that some files contain, but no head needs."""
 
 
 def open_head(
@@ -62,9 +62,9 @@ def open_head(
         allow_pickle: Accept pytorch_model.bin and medusa_lm_head.pt. They are read with `weights_only`.
 
     Raises:
-        ModelNotFound: A file is missing.
-        CorruptModel: The head is damaged, incomplete, inconsistent or not finite.
-        UnsupportedModel: It is not a head that Paceline supports.
+        ModelNotFound: If a file is missing.
+        CorruptModel: If the head is damaged, incomplete, inconsistent or not finite.
+        UnsupportedModel: If the files do not hold a head that Paceline supports.
     """
     path = resolve(reference, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     raw = {} if path.is_file() else read_json(path / "config.json", HEAD_IDENTITY)
@@ -78,7 +78,7 @@ def open_head(
             return built_in
         raise UnsupportedModel(
             f"{path} holds no learned drafter that Paceline knows",
-            "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers. Name a draft model as model:REF",
+            "It reads EAGLE, Medusa, DFlash and speculators heads, and MTP layers. For a draft model, use model:REF",
         )
     _check_fields(path / "config.json", raw)
     folder = HeadFolder(path, raw, _tensors(path, allow_pickle))
@@ -90,15 +90,15 @@ def open_head(
     whole = decode(complete(config, tensors), extra)
     check_tensors(path, config, whole)
     target, layers = extra.pop("target", None), extra.pop("target_layers", raw.get("num_target_layers"))
-    for known in ("kind", "paths", "matrices"):  # already part of `config` and `tensors`
+    for known in ("kind", "paths", "matrices"):  # these are already part of `config` and `tensors`
         extra.pop(known, None)
     target = _verifier(raw).get("name_or_path") or raw.get("base_model_name_or_path") or target
     return HeadFile(path, layout, config, whole, target, layers, extra)
 
 
 def complete(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the tensors with token maps as int64 and bool, and with d2t or t2d derived from the other if one is
-    missing.
+    """Convert token maps to int64 and bool, and return the tensors. If one of d2t and t2d is missing, derive it from
+    the other.
 
     Malformed maps (not integers, not a vector) are left unchanged. `check_tensors` reports them.
     """
@@ -120,7 +120,7 @@ def holds_head(path: Path) -> bool:
     """Return True if this folder or GGUF file holds a learned drafter.
 
     Raises:
-        UnsupportedModel: It holds a type of drafter that Paceline does not support.
+        UnsupportedModel: If the drafter is of a type that Paceline does not support.
     """
     if path.is_file():
         return is_head_gguf(path)
@@ -140,7 +140,8 @@ def _check_fields(file: Path, raw: Raw) -> None:
 
 
 def verifier_of(raw: Raw) -> str | None:
-    """Return the target that a head in the layout of `speculators` names. Raises `CorruptModel`."""
+    """Return the target that the config of a head in the layout of `speculators` names. Raise `CorruptModel` if the
+    config is malformed."""
     _check_fields(Path("config.json"), raw)
     name: str | None = _verifier(raw).get("name_or_path")
     return name
@@ -151,7 +152,8 @@ def _verifier(raw: Raw) -> Raw:
 
 
 def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
-    """Return the reader for a layout; None if it is not a head. Raises `UnsupportedModel` for unsupported types."""
+    """Return the reader for a folder's layout, or None if the folder does not hold a head. Raise `UnsupportedModel` if
+    the head's type is not supported."""
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
     kind = str(raw.get("speculators_model_type") or "")
     if kind == "mtp" or "mtp" in names:
@@ -180,7 +182,8 @@ def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
         return _read_medusa_reference
     if any(name in names or f"{name}_config" in raw for name in ("dflash", "dspark")):
         return read_dflash
-    # EAGLE-1 and 2 have Llama's config with one layer, and no tokenizer. Larger heads have "eagle" in their config.
+    # Heads of EAGLE-1 and 2 have Llama's config with a single layer, and no tokenizer. Heads with more layers have
+    # "eagle" in their config.
     single = raw.get("num_hidden_layers") == 1 and not any(path.glob("tokenizer*"))
     return _read_eagle if "eagle" in names or "draft_vocab_size" in raw or single else None
 
@@ -205,8 +208,8 @@ def _canonical(name: str) -> str:
 
 
 def _eagle_tensors(folder: HeadFolder) -> Tensors:
-    """Return the tensors by canonical name, without hidden-state norms of later layers, which only the first
-    applies."""
+    """Return the tensors by canonical name. Hidden-state norms of later layers are left out, because only the first
+    layer applies this norm."""
     named = {_canonical(name): tensor for name, tensor in folder.tensors.items()}
     return {name: x for name, x in named.items() if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)}
 
@@ -221,12 +224,13 @@ def _read_speculators_eagle3(folder: HeadFolder) -> Found:
 
 
 def _read_eagle(folder: HeadFolder) -> Found:
-    """Read the layout of the reference, SGLang and SpecForge: EAGLE-3, or EAGLE-1 and 2, which have no
+    """Read the layout of the reference, SGLang and SpecForge. EAGLE-1 and 2 differ from EAGLE-3 in that they have no
     `hidden_norm`."""
     raw = folder.raw
     tensors = _eagle_tensors(folder)
     sglang = "LlamaForCausalLMEagle3" in (raw.get("architectures") or [])
-    # The reference ignores model_type and windows and always uses Llama's layer. vLLM's Llama 4 heads are different.
+    # The reference ignores model_type and windows, and always uses Llama's layer. Only vLLM's Llama 4 heads are
+    # different.
     ignored = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *_CHUNKS)
     kind = _LLAMA4 if raw.get("model_type") == _LLAMA4 and not sglang else "llama"
     layer = _eagle_layers(folder, {k: v for k, v in raw.items() if k not in ignored} | {"model_type": kind})
@@ -240,7 +244,7 @@ def _read_eagle(folder: HeadFolder) -> Found:
             f"{folder.path} is an EAGLE-3 head that reads only the last layer",
             "Use a head that reads several layers",
         )
-    if "lm_head.weight" not in tensors:  # only the layout of speculators allows this
+    if "lm_head.weight" not in tensors:  # only the layout of speculators allows a missing head
         raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _AGAIN)
     key = "eagle_aux_hidden_state_layer_ids"
     taps = raw.get(key) or [x + 1 for x in nested.get(key) or ()]
@@ -280,9 +284,11 @@ def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
 
 
 def _read_medusa_reference(folder: HeadFolder) -> Found:
-    """Read `{head}.{layer}.linear.{weight,bias}`, and each head's lm_head after its last layer.
+    """Read a head's layers, `{head}.{layer}.linear.{weight,bias}`, and its output head, which comes after its last
+    layer.
 
-    The tensors determine the number of heads and layers, because published configs say 2 heads for files with 5.
+    The numbers of heads and layers are taken from the tensors, because published configs say 2 heads although the files
+    have 5.
     """
     tensors: Tensors = {}
     for name, tensor in folder.tensors.items():
@@ -295,14 +301,14 @@ def _read_medusa_reference(folder: HeadFolder) -> Found:
 
 
 def _read_medusa(folder: HeadFolder) -> Found:
-    """Read vLLM's or Paceline's layout. In the latter, the heads may share the target's output head."""
+    """Read vLLM's layout or Paceline's. In Paceline's layout, the heads may share the target's output head."""
     tensors = {name.replace("medusa_heads.", ""): tensor for name, tensor in folder.tensors.items()}
     shared = not any(name.startswith("lm_head") for name in tensors)
     config = _medusa(folder, tensors, shared)
     if folder.raw.get("original_lm_head") and not shared:
         head = tensors.pop("lm_head.weight", tensors.get("lm_heads.0.weight"))
         tensors |= {f"lm_heads.{i}.weight": head for i in range(config.heads) if head is not None}
-    if "token_map" in tensors:  # vLLM also accepts output heads over all tokens, and selects rows on loading
+    if "token_map" in tensors:  # vLLM also accepts output heads for all tokens, and selects their rows on loading
         rows = tensors["token_map"].long()
         heads = [name for name, x in tensors.items() if name.startswith("lm_heads.") and len(x) == config.vocab_size]
         tensors |= {name: tensors[name][rows] for name in heads if rows.max() < config.vocab_size}
@@ -313,7 +319,8 @@ def _medusa(folder: HeadFolder, tensors: Tensors, shared: bool) -> MedusaConfig:
     found = [re.fullmatch(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.weight", name) for name in tensors]
     places = {(int(x[1]), int(x[2])) for x in found if x}
     heads, layers = (1 + max((place[i] for place in places), default=0) for i in (0, 1))
-    # If N blocks use numbers up to 10^9, one of the first N + 1 numbers is missing. The loop stops there.
+    # Block numbers are untrusted and may be as large as 10^9. Among the first N + 1 numbers, one is missing if there
+    # are only N blocks, so the loop ends there.
     for head, layer in (divmod(i, layers) for i in range(min(heads * layers, len(places) + 1))):
         if (head, layer) not in places:
             raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)

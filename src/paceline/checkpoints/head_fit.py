@@ -1,4 +1,4 @@
-"""Matching of learned drafters with targets, and the heads that ship with Paceline."""
+"""Matching learned drafters to targets, and the heads that ship with Paceline."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
 _ALIKE = 0.125
-"""Share of signs that may differ between versions of one model. Quantisation and light tuning flip a few per cent,
-another training run flips half of them."""
+"""Maximum share of signs that may differ between two versions of the same model. Quantisation and light tuning flip a
+few per cent of the signs. Another training run flips half of them."""
 
 _PADDING = re.compile(r"\[PAD\d+\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a target that a head must match: hidden size, vocabulary (rows of the output head) and layers."""
+    """The sizes of a target that a head must match: hidden size, vocabulary size (rows of the output head) and number
+    of layers."""
 
     hidden: int
     vocab: int
@@ -46,7 +47,7 @@ class Sizes:
 
 
 def host_of(target: Loaded) -> TargetWithHead:
-    """Return the target as the host of a learned drafter. Raises `UnsupportedModel` if it cannot host one."""
+    """Return the target as the host of a learned drafter. Raise `UnsupportedModel` if it cannot host one."""
     if not isinstance(target.target, TargetWithHead):
         raise UnsupportedModel(
             f"{target.path} runs as a {type(target.target).__name__}, which cannot lend its embedding and head",
@@ -56,7 +57,7 @@ def host_of(target: Loaded) -> TargetWithHead:
 
 
 def sizes_of(target: Loaded | ModelConfig) -> Sizes:
-    """Return a target's sizes. Raises `UnsupportedModel` if it cannot host a learned drafter."""
+    """Return a target's sizes. Raise `UnsupportedModel` if it cannot host a learned drafter."""
     if isinstance(target, ModelConfig):
         return Sizes(target.hidden, target.vocab_size, target.layers)
     ends = host_of(target)
@@ -65,11 +66,12 @@ def sizes_of(target: Loaded | ModelConfig) -> Sizes:
 
 
 def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
-    """Check that a head fits a target. Returns the head, with EAGLE-3's default taps {2, L // 2, L - 3} filled in.
+    """Check that a head fits a target. Return the head, with EAGLE-3's default taps {2, L // 2, L - 3} filled in if it
+    names none.
 
     Raises:
-        HeadMismatch: The head was made for a target with another hidden size, vocabulary or number of layers.
-        UnsupportedModel: The target cannot host a learned drafter.
+        HeadMismatch: If the head was made for a target with another hidden size, vocabulary or number of layers.
+        UnsupportedModel: If the target cannot host a learned drafter.
     """
     sizes, config = sizes_of(target), head.config
     hidden, vocab = _expects(config)
@@ -107,16 +109,16 @@ def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return token -> id, without the padding tokens that GGUF converters add."""
+    """Return the vocabulary as token -> id, without the padding tokens that GGUF converters add."""
     return {t: i for t, i in tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
 
 
 def fingerprint(target: Loaded) -> str:
-    """Return the fingerprint of a target, which heads store: `<sizes and tokens>:<signs of the embedding>`, in hex.
+    """Return the fingerprint of a target, `<sizes and tokens>:<signs of the embedding>`, in hex. Heads store it.
 
     The first part is a hash of the vocabulary, the hidden size and the number of layers. The second part holds the
-    signs of 64 columns in 16 rows spread over the vocabulary. They do not depend on the dtype. Compare with
-    `same_target`.
+    signs of 64 columns in 16 rows that are spread over the vocabulary. Signs do not depend on the dtype. Use
+    `same_target` to compare fingerprints.
     """
     vocabulary, sizes = vocabulary_of(target.tokenizer), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(vocabulary.items())))
@@ -127,7 +129,8 @@ def fingerprint(target: Loaded) -> str:
 
 
 def same_target(one: str, other: str) -> bool:
-    """Return True if two fingerprints belong to one model, possibly in another dtype, quantised or lightly tuned."""
+    """Return True if two fingerprints belong to the same model, even if one was quantised, lightly tuned, or stored in
+    another dtype."""
     (tokens, signs), (tokens2, signs2) = one.split(":"), other.split(":")
     if tokens != tokens2 or len(signs) != len(signs2):
         return False
@@ -139,10 +142,11 @@ TRAINED = Path(__file__).parents[1] / "trained"
 
 
 def shipped(kind: str, target: Loaded) -> Path | None:
-    """Return the folder of the shipped head for this target, found by its fingerprint; None if there is none.
+    """Return the folder of the shipped head for this target, or None if there is none. The head is found by its
+    fingerprint.
 
     Args:
-        kind: "eagle3", "medusa", "block", "exit", or "mtp", for which the result is the target's own path.
+        kind: "eagle3", "medusa", "block", "exit", or "mtp". For "mtp", the result is the target's own path.
         target: The target.
     """
     if not isinstance(target.target, TargetWithHead):

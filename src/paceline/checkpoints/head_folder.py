@@ -1,4 +1,4 @@
-"""A learned drafter's folder, as passed to the reader of its layout."""
+"""The folder of a learned drafter, in the form that the readers for its layout receive."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """The folder, its config.json, and its tensors under the file's names."""
+    """A folder, its config.json, and its tensors under the names that the files use."""
 
     path: Path
     raw: Raw
     tensors: Tensors
 
     def number(self, key: str, raw: Raw | None = None) -> int:
-        """Return a required number from the config, or from `raw`, a part of it. Raises `CorruptModel` if it is
-        missing."""
+        """Return a required number from the config, or from `raw`, which is a part of the config. Raise `CorruptModel`
+        if it is missing."""
         value: int | None = (self.raw if raw is None else raw).get(key)
         if value is None:
             raise CorruptModel(f"config.json of the head {self.path} lacks {key}", "Fetch the head again")
@@ -34,4 +34,4 @@ class HeadFolder:
 
 
 Found = tuple[str, TrainableConfig, Tensors]
-"""Layout, config, and tensors by canonical name."""
+"""A head as its reader returns it: the name of its layout, its config, and its tensors by canonical name."""

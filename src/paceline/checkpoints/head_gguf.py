@@ -1,8 +1,8 @@
-"""Learned drafters in GGUF files written by llama.cpp's converter: EAGLE-3, DFlash and DSpark.
+"""Learned drafters in GGUF files that llama.cpp's converter wrote: EAGLE-3, DFlash and DSpark.
 
-Taps are numbered as in Paceline, by the layer that the stream enters. llama.cpp's tensor names are translated to those
-in `models/heads.py`. The embedding and the output head of a DFlash drafter are copies of the target's, unless it has a
-reduced vocabulary.
+Taps are numbered as in Paceline, by the layer that the stream enters. llama.cpp's tensor names are translated to the
+names in `models/heads.py`. The embedding and the output head of a DFlash drafter are copies of the target's, unless the
+drafter has a reduced vocabulary.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from paceline.models.lazy import Renamed
 from paceline.types import Tap
 
 _STRANGE = ("logit_scale", "embedding_scale", "attention.scale", "attention.value_scale", "final_logit_softcapping")
-"""Metadata of unsupported variants of these drafters."""
+"""Metadata keys that only unsupported variants of these drafters have."""
 
 
 def is_head_gguf(path: Path) -> bool:
-    """Return True if a GGUF file only holds a drafter: EAGLE-3, DFlash, or an MTP layer without its model. Raises as
-    `read_gguf`."""
+    """Return True if a GGUF file holds only a drafter: EAGLE-3, DFlash, or an MTP layer without its model. Raise the
+    errors of `read_gguf`."""
     file = read_gguf(path)
     cut = "blk.0.attn_norm.weight" not in file.tensors and any(".nextn." in name for name in file.tensors)
     return cut or file.fields.get("general.architecture") in _LAYOUTS
 
 
 def open_head_gguf(path: Path) -> HeadFile | None:
-    """Open the drafter in a GGUF file, without reading its tensors. Returns None if the file holds a model.
+    """Open the drafter in a GGUF file, without reading its tensors. Return None if the file holds a model.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The drafter is not supported.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the drafter is not supported.
     """
     file = read_gguf(path)
     name = file.fields.get("general.architecture")
@@ -56,7 +56,7 @@ def open_head_gguf(path: Path) -> HeadFile | None:
     except KeyError as missing:
         raise CorruptModel(f"{path} lacks {missing}", "Fetch the file again") from missing
     if isinstance(config, BlockConfig):
-        # Skip copies of the target's tensors. An output head over the whole vocabulary is always a copy.
+        # Skip copies of the target's tensors. An output head for the whole vocabulary is always a copy.
         unused = {"embed_tokens.weight", *(() if config.draft_vocab else ("lm_head.weight",))}
         tensors = Renamed(tensors, {name: name for name in tensors if name not in unused})
     return HeadFile(path, "llama.cpp", config, tensors)
@@ -126,7 +126,7 @@ def _block(meta: Metadata, raw: Mapping[str, Any], tensors: Renamed) -> HeadConf
 
 
 def _width(tensors: Renamed, name: str) -> int:
-    """Return the number of columns of a matrix; 0 if it does not exist."""
+    """Return the number of columns of a matrix, or 0 if it does not exist."""
     return tensors.shape(name)[-1] if name in tensors else 0
 
 

@@ -35,27 +35,27 @@ Tensors = Mapping[str, Tensor]
 _WEIGHTS = "model.safetensors"
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
 _SPECULATORS_VERSION = "0.9.0"
-"""Release of `speculators` that defines the written fields."""
+"""The release of `speculators` that defines the fields that are written."""
 
 _PROPOSED = 5
-"""Default draft length in tokens, stored for other programs. Their users can change it."""
+"""Default draft length, in tokens. It is stored for other programs, whose users can change it."""
 
 
 def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
-    """Write a head as a folder that `open_head` reads. The folder appears complete or not at all.
+    """Write a head to a folder that `open_head` can read. The folder appears completely or not at all.
 
     Args:
-        folder: The folder. If it holds a head, that head is replaced.
+        folder: The folder. If it already holds a head, that head is replaced.
         head: The head. Its `path` and `layout` are ignored.
-        bits: 16 to keep the tensors' dtypes; 4 for quantised matrices, which other programs cannot read.
+        bits: 16 to keep the dtypes of the tensors. 4 to quantise matrices to a form that other programs cannot read.
 
     Returns:
         The folder.
 
     Raises:
-        InvalidOption: The layout cannot express the head, or the folder holds something else.
-        CorruptModel: The tensors do not fit the config.
-        CannotWrite: Writing failed.
+        InvalidOption: If the layout cannot express the head, or the folder holds something else.
+        CorruptModel: If the tensors do not fit the config.
+        CannotWrite: If writing fails.
     """
     if isinstance(head.config, AssistantConfig):
         raise InvalidOption("Gemma 4's assistants can be read but not written", "Copy the folder instead")
@@ -74,7 +74,7 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
         with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as temporary:
             _fill(Path(temporary, "new"), config, head_codes.encode(tensors) if bits == 4 else tensors)
             _swap(folder, Path(temporary))
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap errors of the disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap disk errors
         reason = (str(error) or type(error).__name__).splitlines()[0]
         cause = f"cannot write the head {folder} ({reason})"
         raise CannotWrite(cause, "Check free disk space and permissions") from error
@@ -82,13 +82,13 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `InvalidOption` if the path holds anything but a head, which writing a head would replace."""
+    """Raise `InvalidOption` if the path holds anything but a head, because writing a head would replace it."""
     if folder.exists() and not (folder.is_dir() and (holds_head(folder) or not any(folder.iterdir()))):
         raise InvalidOption(f"{folder} exists and holds no head", "Name a new folder")
 
 
 def _swap(folder: Path, temporary: Path) -> None:
-    """Replace the folder by `temporary`/new. If that fails, restore the old folder."""
+    """Replace the folder with `temporary`/new. If that fails, restore the old folder."""
     old = temporary / "old"
     if folder.exists():
         folder.rename(old)
@@ -102,7 +102,7 @@ def _swap(folder: Path, temporary: Path) -> None:
 
 def _fill(folder: Path, config: Raw, tensors: Tensors) -> None:
     folder.mkdir()
-    # Copies, because safetensors rejects tensors that share memory.
+    # Copy all tensors, because safetensors rejects tensors that share memory.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / _WEIGHTS, metadata={"format": "pt"})
     file = folder / "config.json"
@@ -111,13 +111,13 @@ def _fill(folder: Path, config: Raw, tensors: Tensors) -> None:
 
 
 def _config_json(head: HeadFile, tensors: Tensors) -> Raw:
-    """Return the fields of config.json, except for "paceline"."""
+    """Return the fields of config.json, except the entry "paceline"."""
     c = head.config
     assert not isinstance(c, AssistantConfig)
     if isinstance(c, EagleConfig):
         return _eagle3(head, c, tensors)
     if isinstance(c, BlockConfig):
-        # DFlash's own layout numbers layer outputs, so it has no number for the stream that enters layer 0.
+        # DFlash's own layout numbers taps by layer outputs, so it has no number for the stream that enters layer 0.
         only_speculators = c.from_anchor or c.draft_vocab or 0 in c.taps or c.markov
         return (_speculators_dflash if only_speculators else _dflash)(head, c, tensors)
     if isinstance(c, MedusaConfig):
@@ -141,8 +141,8 @@ def _refuse(reasons: Mapping[str, object]) -> None:
 
 
 def _layer_fields(c: ModelConfig, family: str, tensors: Tensors) -> Raw:
-    """Return a ModelConfig under Hugging Face's keys, with rotary embeddings in the old and transformers 5's
-    spelling."""
+    """Return a `ModelConfig` under Hugging Face's keys. Rotary embeddings are written under both the old keys and the
+    keys of transformers 5."""
     _refuse({"explicit rotary factors": c.rope.factors})
     scaling = None if c.rope.kind == "default" else {"rope_type": c.rope.kind, **dict(c.rope.scaling)}
     return {
@@ -192,8 +192,8 @@ def _speculators(head: HeadFile, kind: str, architecture: str, proposed: int, te
 def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
     """Return the fields of an EAGLE-3 head. See vllm-project/speculators, `models/eagle3/config.py`.
 
-    If the head stores no embedding, vLLM uses the target's. `speculators` 0.9 should do the same, but under
-    transformers 5 it may use uninitialised memory instead. A head whose training continues there must store
+    If the head stores no embedding, vLLM uses the target's embedding. `speculators` 0.9 should do the same, but with
+    transformers 5 it may use uninitialised memory instead. To continue a head's training there, store
     embed_tokens.weight.
     """
     _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
@@ -209,9 +209,9 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
 
 
 def _dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw:
-    """Return the fields of a DFlash head, whose taps are layer outputs.
+    """Return the fields of a DFlash head, which numbers taps by layer outputs.
 
-    See z-lab/dflash, `dflash/model.py`; for windows and `causal` see vLLM's `qwen3_dflash.py`.
+    See z-lab/dflash, `dflash/model.py`. For windows and `causal`, see vLLM's `qwen3_dflash.py`.
     """
     default, causal = _causal(c)
     _refuse({"this choice of causal layers": causal != default and len(set(causal)) > 1})
@@ -253,7 +253,8 @@ def _speculators_dflash(head: HeadFile, c: BlockConfig, tensors: Tensors) -> Raw
 
 
 def _causal(c: BlockConfig) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Return, for each layer, the default of `causal` in both layouts, and the value in this head."""
+    """Return two tuples with an entry for each layer: the default of `causal`, which both layouts share, and its value
+    in this head."""
     return tuple(x.window is not None for x in c.layer.plan), c.causal or (False,) * c.layer.layers
 
 

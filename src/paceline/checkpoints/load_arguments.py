@@ -1,4 +1,4 @@
-"""The arguments of `paceline.load` as one value."""
+"""The arguments of `paceline.load` in a single object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoadArguments:
-    """The arguments of `paceline.load`, which documents them. There are no defaults here: only `load` has defaults."""
+    """The arguments of `paceline.load`, which documents them. Only `load` has defaults, so there are none here."""
 
     model: Any
     adapter: str | Path | None
@@ -58,7 +58,7 @@ class LoadArguments:
         """Return these arguments with a preset applied. A preset only changes arguments that are "auto" or False.
 
         Raises:
-            InvalidOption: No preset has this name.
+            InvalidOption: If no preset has this name.
         """
         if name not in PRESETS:
             raise InvalidOption(f"preset {name!r} is unknown", f"Choose from {', '.join(PRESETS)}")

@@ -1,4 +1,4 @@
-"""Loading of models, from a reference to a running target."""
+"""Loading a model: from a reference to a running target."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _LOG = logging.getLogger("paceline")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 HeadTokens = Callable[[Tokenizer, int], Tensor | None]
-"""(a draft model's tokenizer, its vocabulary size) -> the token ids, ascending, to which its output head is reduced;
-None for all tokens."""
+"""(a draft model's tokenizer, its vocabulary size) -> the token ids that its output head keeps, in ascending order, or
+None to keep all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,14 @@ class Loaded:
 
     Attributes:
         target: The target.
-        tokenizer: Its tokenizer.
-        eos: Its EOS ids.
-        generation: Contents of its generation_config.json.
-        path: Its folder or GGUF file.
-        quantize: How its weights are quantised; None if they are not.
-        head_tokens: The token ids, ascending, to which a draft model's output head was reduced; None for all tokens.
-        has_mtp: True if its files also hold an MTP layer.
-        vision: Its vision tower. None if it does not see, or Paceline cannot run its tower.
+        tokenizer: The model's tokenizer.
+        eos: The model's EOS ids.
+        generation: Contents of generation_config.json.
+        path: The model's folder or GGUF file.
+        quantize: How the weights are quantised. None if they are not.
+        head_tokens: The token ids that a draft model's output head has kept, in ascending order. None for all tokens.
+        has_mtp: True if the model's files also hold an MTP layer.
+        vision: The vision tower. None if the model takes no images, or if Paceline cannot run its tower.
     """
 
     target: Target
@@ -84,7 +84,7 @@ class Loaded:
         return self.target.adapters if isinstance(self.target, Adaptable) else ()
 
     def adapter_number(self, name: str | None) -> int:
-        """Return an adapter's number, 0 for None (see `KVCache.acquire`). Raises `InvalidOption` if it is not
+        """Return an adapter's number (see `KVCache.acquire`), which is 0 for None. Raise `InvalidOption` if it is not
         loaded."""
         names = ["", *self.adapters]
         if (name or "") not in names:
@@ -111,9 +111,10 @@ def load_model(
     tensor_parallel: bool = False,
     mmproj: str | Path | None = None,
 ) -> Loaded:
-    """Load a model. See `paceline.load` for the arguments.
+    """Load a model. `paceline.load` describes the arguments.
 
-    With `head_tokens` the model is a draft model, whose precision does not affect any text. Raises `PacelineError`.
+    If `head_tokens` is given, the model is a draft model, whose precision does not affect any text. Raise
+    `PacelineError` if the model cannot be loaded.
     """
     began = time.perf_counter()
     check_precision(quantize)
@@ -122,9 +123,9 @@ def load_model(
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle}
     place = _LoadDevices.chosen(device, device_map, tensor_parallel, drafts=head_tokens is not None)
     where, parts, mirror = place.first, place.parts, place.mirror
-    with place.in_turn():  # rank 0 fetches the model and compiles the kernels before the other ranks look for them
+    with place.in_turn():  # rank 0 downloads the model and compiles the kernels before the other ranks look for them
         with progress_bar("compiling the CPU kernels, once", progress):
-            pick_dtype(dtype, where)  # raises before anything is fetched
+            pick_dtype(dtype, where)  # raise errors before anything is downloaded
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
     config = native_config(checkpoint)
     check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
@@ -160,8 +161,8 @@ class _LoadDevices:
 
     Attributes:
         first: The device of the first layer.
-        parts: Device -> number of layers. {} places the layers by free memory. None uses one device.
-        mirror: Repeats the calls on all ranks. None for one process.
+        parts: Device -> number of layers. If it is empty, layers are placed by free memory. None uses a single device.
+        mirror: Repeats calls on all ranks. None for a single process.
     """
 
     first: torch.device
@@ -170,7 +171,8 @@ class _LoadDevices:
 
     @staticmethod
     def chosen(device: Device, device_map: DeviceMap | None, tensor_parallel: bool, drafts: bool) -> _LoadDevices:
-        """Return the place that the options ask for. `drafts`: True for a draft model, whose device the map decides."""
+        """Return the devices and processes that the options ask for. `drafts`: True for a draft model, whose device the
+        map decides."""
         mirror = Mirror(Ranks()) if tensor_parallel else None
         parts = _checked_map(device_map, "auto" if drafts else device)
         first = pick_device(next(iter(parts), "auto") if parts is not None else device)
@@ -188,7 +190,8 @@ class _LoadDevices:
         exact: bool,
         advance: Progress,
     ) -> Decoder:
-        """Build a native model on these devices. `mode`: how its weights are quantised. See `Decoder` for the rest."""
+        """Build a native model on these devices. `mode`: How the weights are quantised. `Decoder` describes the other
+        arguments."""
         if self.mirror:
             return DividedDecoder(config, tensors, dtype, self.first, advance, self.mirror, adapters, kv_dtype)
         devices = () if self.parts is None else _placed(self.parts, config, tensors, mode, dtype)
@@ -196,12 +199,13 @@ class _LoadDevices:
         return make(config, tensors, dtype, first, advance, head_tokens, adapters, devices, kv_dtype)
 
     def in_turn(self) -> AbstractContextManager[None]:
-        """Return a context that the ranks enter one after the other, rank 0 first."""
+        """Return a context that ranks enter one after the other, beginning with rank 0."""
         return self.mirror.ranks.one_by_one() if self.mirror else nullcontext()
 
 
 def _checked_map(given: DeviceMap | None, device: Device) -> dict[str, int | None] | None:
-    """Parse a device map and check that its devices are available. Returns {} for "auto", and None for no map."""
+    """Parse a device map, and check that its devices are available. Return an empty map for "auto", and None if there
+    is no map."""
     if given is None:
         return None
     if device != "auto":
@@ -216,8 +220,8 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
     """Raise an error if a model cannot be split across processes (`ranks`) or devices (`placed`) as requested.
 
     Raises:
-        InvalidOption: Both were requested.
-        UnsupportedModel: The model or its options do not allow it.
+        InvalidOption: If both were requested.
+        UnsupportedModel: If the model or its options do not allow the split.
     """
     if not (ranks or placed):
         return
@@ -266,10 +270,10 @@ def _check_possible(reference: str, native: bool, quantize: Precision, adapted: 
 
     Args:
         reference: The model.
-        native: The model runs natively, not through transformers.
+        native: True if the model runs natively, False if it runs through transformers.
         quantize: The requested quantisation.
-        adapted: Adapters are requested.
-        exact_kernels: The model runs on the kernels of CUDA's exact mode.
+        adapted: True if adapters are requested.
+        exact_kernels: True if the model runs on the kernels of the exact mode on CUDA.
     """
     if quantize in ("int8", "int4") and not native:
         raise UnsupportedModel(
@@ -293,7 +297,7 @@ def _stored_type(kv_type: KVType, dtype: torch.dtype, native: bool, devices: Seq
     Args:
         kv_type: The requested type.
         dtype: The model's dtype.
-        native: The model runs natively, not through transformers.
+        native: True if the model runs natively, False if it runs through transformers.
         devices: The model's devices.
 
     Raises:
@@ -323,19 +327,19 @@ def weights_held(
     device: torch.device,
     drafts: bool = False,
 ) -> Mode | None:
-    """Return how float matrices are quantised; None if they are not.
+    """Return how float matrices are quantised, or None if they are not quantised.
 
-    By default a GGUF file keeps its own codes, which are smaller than floats and faster where there are kernels for
-    them. A draft model is quantised to 4 bits if there are kernels, the fastest precision that keeps 97 % of the
-    acceptance (benchmarks/results/2026-11-23-drafts.md).
+    By default, a GGUF file keeps its own codes, which are smaller than floats, and faster if there are kernels for
+    them. A draft model is quantised to 4 bits if there are kernels. This is the fastest precision that keeps 97 % of
+    the acceptance (benchmarks/results/2026-11-23-drafts.md).
 
     Args:
-        config: The native config; None if transformers runs the model.
+        config: The native config. None if transformers runs the model.
         tensors: The checkpoint's tensors.
         quantize: The requested quantisation.
         dtype: The requested dtype.
         device: The model's device.
-        drafts: The model is a draft model.
+        drafts: True if the model is a draft model.
     """
     if quantize in ("int8", "int4"):
         return quantize
@@ -358,11 +362,11 @@ def _decoder(exact: bool, device: torch.device) -> Callable[..., Decoder]:
 
 
 def native_config(checkpoint: Checkpoint) -> ModelConfig | None:
-    """Return the native decoder's config; None for a model that runs through transformers. No tensor is read.
+    """Return the native decoder's config, or None for a model that runs through transformers. No tensor is read.
 
     Raises:
-        UnsupportedModel: Neither Paceline nor transformers can run the model.
-        CorruptModel: The config is invalid, or tensor names and shapes do not fit it.
+        UnsupportedModel: If neither Paceline nor transformers can run the model.
+        CorruptModel: If the config is invalid, or tensor names and shapes do not fit it.
     """
     where = checkpoint.path / "config.json" if checkpoint.path.is_dir() else checkpoint.path
     refuse_other_kinds(checkpoint.config, where, FAMILIES)
@@ -379,7 +383,7 @@ def native_config(checkpoint: Checkpoint) -> ModelConfig | None:
             ) from error
         _check_other(checkpoint, error)
         return None
-    # Building the decoder without data checks the names and shapes of all tensors.
+    # Build the decoder without data, to check the names and shapes of all tensors.
     Decoder(config, Outlines(checkpoint.tensors), torch.float32, torch.device("meta"))
     return config
 
@@ -411,7 +415,7 @@ def pick_device(device: Device | str | torch.device) -> torch.device:
     """Return a torch device. "auto" is CUDA if available, then MPS, then the CPU.
 
     Raises:
-        InvalidOption: The device is unknown or not available.
+        InvalidOption: If the device is unknown or not available.
     """
     device, _, index = str(device).partition(":")
     if index and not (index.isdecimal() and device == "cuda" and int(index) < torch.cuda.device_count()):
@@ -432,10 +436,10 @@ def pick_dtype(dtype: DType, device: torch.device, *, by_torch: bool = False) ->
     Args:
         dtype: The requested dtype.
         device: The model's device.
-        by_torch: The model runs through transformers, without Paceline's kernels.
+        by_torch: True if the model runs through transformers, without Paceline's kernels.
 
     Raises:
-        InvalidOption: The dtype is unknown.
+        InvalidOption: If the dtype is unknown.
     """
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]

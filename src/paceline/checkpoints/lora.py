@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters, merged into the tensors of their base model on access.
+"""LoRA adapters in PEFT's layout. An access to a tensor of the base model merges the adapter into it.
 
 W' = W + s B A, where s = alpha / r (Hu et al. 2021), or alpha / sqrt(r) for rank-stabilised adapters (Kalajdzievski
 2023). DoRA (Liu et al. 2024) also scales each output row of W' to a trained norm.
@@ -31,11 +31,12 @@ _PREFIX = "base_model.model."
 _AGAIN = "Fetch the adapter again"
 
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)((?:\.[^.]+){0,2})")
-"""Module, part, and the rest of a name. The rest is an adapter's name ("default") in some files, and "weight" or "bias"
-in most."""
+"""A tensor name: the module, the part, and the rest. In some files, the rest begins with the adapter's name
+("default"). In most files, it ends with "weight" or "bias"."""
 
 _MAX_COSTS, _LONGEST_PATTERN = 3, 256
-"""Limits of groups and repetitions in a pattern, and of its length. They bound the time to match untrusted patterns."""
+"""Maximum number of groups and repetitions in a pattern, and its maximum length. They bound the time that it takes to
+match untrusted patterns."""
 
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.[^.]+$)")
 """Names that PEFT inserts between a wrapped module's name and the names of its tensors."""
@@ -51,13 +52,13 @@ _VARIANTS = (
     "use_bdlora",
     "use_qalora",
 )
-"""Entries of adapter_config.json for variants that are not merged as W + s B A."""
+"""Entries of adapter_config.json that mark variants whose merged weights are not W + s B A."""
 
 _REBASED = ("corda", "loftq", "lora_ga", "olora", "pissa")
-"""Initialisations that also change the base model's weights. The adapter's file does not contain these changes."""
+"""Initialisations that also change the base model's weights. An adapter's files do not contain these changes."""
 
 Patterns = tuple[tuple[re.Pattern[str], float], ...]
-"""Patterns of module names with their values. The first match applies."""
+"""Patterns of module names, and the value for each. The first pattern that matches applies."""
 
 
 class MergeRules:
@@ -67,8 +68,8 @@ class MergeRules:
         """Read the settings.
 
         Raises:
-            UnsupportedModel: It is another kind of adapter.
-            CorruptModel: The config is damaged.
+            UnsupportedModel: If the folder holds another kind of adapter.
+            CorruptModel: If the config is damaged.
         """
         raw = read_json(path / ADAPTER_CONFIG, ADAPTER)
         _refuse_other_kinds(path, raw)
@@ -78,7 +79,7 @@ class MergeRules:
         self._ranks = _patterns(path, raw.get("rank_pattern"))
         self._alphas = _patterns(path, raw.get("alpha_pattern"))
         self.transposed = bool(raw.get("fan_in_fan_out"))
-        """True if weights are stored as [in, out]."""
+        """True if the weights have the shape [in, out]."""
         self.dora = bool(raw.get("use_dora"))
         self.keeps_tie = bool(raw.get("ensure_weight_tying"))
         self.base = raw.get("base_model_name_or_path") or "another model"
@@ -102,8 +103,8 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
     """Compile untrusted patterns.
 
     Raises:
-        UnsupportedModel: A pattern could take exponential time to match.
-        CorruptModel: A pattern is not a regular expression.
+        UnsupportedModel: If a pattern could take exponential time to match.
+        CorruptModel: If a pattern is not a regular expression.
     """
     found = []
     for pattern, value in (given or {}).items():
@@ -144,7 +145,7 @@ class LoraAdapter:
     Attributes:
         changes: Module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
             "bias") -> name in the file.
-        whole: Tensor of the base model -> name in the file of the tensor that replaces it.
+        whole: Name of a base model's tensor -> name, in the adapter's file, of the tensor that replaces it.
     """
 
     def __init__(self, path: Path, base: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
@@ -156,16 +157,16 @@ class LoraAdapter:
             allow_pickle: Accept adapter_model.bin.
 
         Raises:
-            UnsupportedModel: The adapter is of a kind that cannot be merged.
-            ModelNotFound: A file is missing.
-            CorruptModel: A file is damaged, or one of the factors A and B is missing.
+            UnsupportedModel: If the adapter is of a kind that cannot be merged.
+            ModelNotFound: If a file is missing.
+            CorruptModel: If a file is damaged, or one of the factors A and B is missing.
         """
         self.path, self.rules = path, MergeRules(path)
         self.tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
         self.changes: dict[str, dict[str, str]] = {}
         self.whole: dict[str, str] = {}
         self._trained: dict[str, str] = {}
-        """Module -> its name in the adapter's files, to which the config's patterns refer."""
+        """Module -> its name in the adapter's files. The patterns in the config refer to these names."""
         for key in self.tensors:
             name = key.removeprefix(_PREFIX)
             if found := _PART.fullmatch(name):
@@ -173,7 +174,7 @@ class LoraAdapter:
                 module = self._own_name(trained, base)
                 self._trained[module] = trained
                 self.changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
-            elif ".original_module." not in name:  # skip the original of a tensor that was replaced
+            elif ".original_module." not in name:  # skip the original version of a replaced tensor
                 module, _, kind = _WRAPPED.sub("", name).rpartition(".")
                 self.whole[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
         if not self.changes:
@@ -195,7 +196,8 @@ class LoraAdapter:
         return self.rules.scale_of(self._trained[module])
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """Return A [r, in] and B [out, r]. Raises `CorruptModel` if they do not fit each other or the config."""
+        """Return A [r, in] and B [out, r] of a module. Raise `CorruptModel` if they do not fit each other or the
+        config."""
         parts = self.changes[module]
         kind = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
         if missing := [kind + side for side in "AB" if kind + side not in parts]:
@@ -217,7 +219,7 @@ class LoraAdapter:
         """Return A [r, in] and the scaled B [out, r] of each module, in float32 or wider.
 
         Raises:
-            UnsupportedModel: The adapter does not only change matrix products, and must be merged.
+            UnsupportedModel: If the adapter changes more than matrix products. Such an adapter must be merged.
         """
         parts = {part for found in self.changes.values() for part in found}
         kinds = {"bias": "has biases of its own", "lora_embedding_A": "changes an embedding"}
@@ -245,10 +247,10 @@ class LoraAdapter:
 
 
 class Merged(LazyTensors):
-    """A base model's tensors with an adapter merged in on access, in float32 or wider."""
+    """A base model's tensors. Each access merges the adapter into a tensor, in float32 or wider."""
 
     def __init__(self, base: Mapping[str, Tensor], adapter: LoraAdapter, *, untied: bool) -> None:
-        """`untied` is True if the output head becomes a tensor of its own, starting as a copy of the embedding."""
+        """`untied`: True if the output head becomes a separate tensor. It starts as a copy of the embedding."""
         self._base, self._adapter, self._untied = base, adapter, untied
         biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
         self._names = dict.fromkeys([*base, *([HEAD] if untied else []), *sorted(biases)])
@@ -265,11 +267,11 @@ class Merged(LazyTensors):
         return self._start(name)
 
     def codes(self, name: str) -> Codes | None:
-        """Return the base's codes of a matrix that the adapter does not change, else None."""
+        """Return the base model's codes of a matrix, or None if the adapter changes the matrix."""
         return None if self._changed(name) else codes_of(self._base, name)
 
     def stored(self, name: str) -> Stored | None:
-        """Return a matrix of the base that the adapter does not change, else None."""
+        """Return the base model's matrix, or None if the adapter changes it."""
         return None if self._changed(name) else stored_of(self._base, name)
 
     def _changed(self, name: str) -> bool:
@@ -280,18 +282,18 @@ class Merged(LazyTensors):
         return isinstance(self._base, LazyTensors) and self._base.mostly_codes()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape: the base's, unless the adapter replaces the tensor."""
+        """Return a tensor's shape. It is the shape in the base model, unless the adapter replaces the tensor."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
             return tuple(self[name].shape)
         return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
-        """Return a tensor before products are added: the base's tensor, or the one that replaces it."""
+        """Return a tensor before products are added to it: the base model's tensor, or the tensor that replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.whole:
-            # A replaced embedding does not affect a tied head, unless the embedding also has products: then it was only
-            # resized.
+            # A replaced embedding does not affect a tied head. However, if the embedding also has products, it was
+            # replaced only to resize it, so it replaces the tied head too.
             resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
             return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
         tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
@@ -330,11 +332,11 @@ class Merged(LazyTensors):
 
 
 def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Merge an adapter into a checkpoint. Each tensor is merged on access.
+    """Merge an adapter into a checkpoint. Each tensor is merged when it is accessed.
 
-    An adapter that changes the embedding or the output head of a model with tied embeddings unties them, as in
-    training, unless it was trained with `ensure_weight_tying`. If the adapter has a tokenizer, it replaces the base
-    model's.
+    If an adapter changes the embedding or the output head of a model with tied embeddings, the two are untied, as in
+    training, unless the adapter was trained with `ensure_weight_tying`. If the adapter has a tokenizer, it replaces the
+    base model's tokenizer.
 
     Args:
         base: The base model.
@@ -342,10 +344,10 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
         allow_pickle: Accept adapter_model.bin.
 
     Raises:
-        AdapterMismatch: The adapter does not fit the base model. (Also raised on access of a tensor.)
-        UnsupportedModel: The adapter cannot be merged.
-        ModelNotFound: A file is missing.
-        CorruptModel: A file is damaged.
+        AdapterMismatch: If the adapter does not fit the base model. Accessing a tensor may raise this too.
+        UnsupportedModel: If the adapter cannot be merged.
+        ModelNotFound: If a file is missing.
+        CorruptModel: If a file is damaged.
     """
     adapter = LoraAdapter(path, base.config, allow_pickle=allow_pickle)
     tied = ties_head(base.config)
@@ -364,7 +366,8 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
 
 
 def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
-    """Return the new `vocab_size` if tokens were added before training, so that embedding and head are replaced."""
+    """Return the new `vocab_size` as an entry of the config, if tokens were added before training. The adapter then
+    replaces embedding and head."""
     rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
     if all(count == size for count in rows.values()):
         return {}
@@ -386,7 +389,7 @@ def open_model(
     """Open a model, with an adapter merged if there is one.
 
     Args:
-        reference: A model, or an adapter, whose config names the base model and its revision.
+        reference: A model, or an adapter. The adapter's config names the base model and its revision.
         adapter: An adapter to merge into the model.
         revision: Revision of the reference.
         token: Access token of the hub.
@@ -394,7 +397,7 @@ def open_model(
         quiet: Show no progress.
 
     Raises:
-        InvalidOption: `adapter` is not an adapter.
+        InvalidOption: If `adapter` is not an adapter.
         PacelineError: See `resolve`, `open_checkpoint` and `merge`.
     """
     fetch: dict[str, Any] = {"token": token, "allow_pickle": allow_pickle, "quiet": quiet}

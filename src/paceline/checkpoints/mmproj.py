@@ -1,4 +1,4 @@
-"""Vision towers in GGUF files: the mmproj file of llama.cpp, with config, settings and tensors under Hugging Face's
+"""Vision towers in GGUF files (llama.cpp's mmproj files), with config, settings and tensors under Hugging Face's
 names."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEYS: Mapping[str, FieldKind] = {
     **each(listed(number(0, 1)), "vision.image_mean", "vision.image_std"),
     "vision.is_deepstack_layers": listed(FLAG),
 }
-"""Keys after "clip."."""
+"""Types of the metadata, by the part of the key after "clip."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Projector:
     """A vision tower of an mmproj file.
 
     Attributes:
-        kind: Its family, a key of `VISION`.
+        kind: The tower's family, a key of `VISION`.
         config: Config of the multimodal model.
         settings: Settings of the image processor.
-        tensors: Returns the tensors by Hugging Face name.
-        width: Size of the embeddings.
+        tensors: A function that reads the tensors and returns them by Hugging Face name.
+        width: Size of the embeddings that the tower produces.
     """
 
     kind: str
@@ -69,9 +69,9 @@ def read_projector(path: Path) -> Projector:
     """Read an mmproj file. Tensors are read when they are needed.
 
     Raises:
-        ModelNotFound: The file does not exist.
-        CorruptModel: The file is damaged.
-        UnsupportedModel: The file holds no vision tower, or one that Paceline does not support.
+        ModelNotFound: If the file does not exist.
+        CorruptModel: If the file is damaged.
+        UnsupportedModel: If the file holds no vision tower, or holds a tower that Paceline does not support.
     """
     file = read_gguf(path)
     if file.fields.get("general.architecture") != "clip" or not file.fields.get("clip.has_vision_encoder"):
@@ -103,7 +103,7 @@ def read_projector(path: Path) -> Projector:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return Hugging Face's name of a tensor. Unknown names stay, which `load_tower` then refuses."""
+    """Return Hugging Face's name of a tensor. Unknown names stay as they are, and `load_tower` rejects them later."""
     front, _, kind = name.rpartition(".")
     parts = front.split(".")
     numbers = [part for part in parts[:3] if part.isdecimal() and parts[0] == "v"]

@@ -1,4 +1,4 @@
-"""Projector types of mmproj files: from llama.cpp's metadata and names to Hugging Face's."""
+"""The projector types of mmproj files, and their translation from llama.cpp's metadata and names to Hugging Face's."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ProjectorLayout:
     """Layout of a projector type.
 
     Attributes:
-        read: Function from the metadata and the tensors' shapes to the family, the config and the settings.
+        read: Maps the metadata and the shapes of the tensors to the family, the config and the settings.
         names: Prefixes of GGUF names -> prefixes of Hugging Face's names. "{}" stands for a number.
-        mend: Function from the tensors under Hugging Face's names to tensors with Hugging Face's contents.
+        mend: Converts the contents of tensors, which already have Hugging Face's names, to Hugging Face's layout.
     """
 
     read: Callable[[Fields, Shapes], tuple[str, dict[str, Any], dict[str, Any]]]
@@ -93,7 +93,7 @@ def _lfm2(fields: Fields, shapes: Shapes) -> tuple[str, dict[str, Any], dict[str
 
 
 _MOST_PATCHES = 4096
-"""Maximum number of rows of an image, as in llama.cpp. The file has no limit."""
+"""Maximum number of rows of an image, as in llama.cpp. The files do not contain this limit."""
 
 
 def _qwen_settings(fields: Fields) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _qwen3(fields: Fields, shapes: Shapes) -> tuple[str, dict[str, Any], dict[st
 
 
 def _unrolled(tensors: Tensors) -> Tensors:
-    """Turn the convolution over patches of LFM2-VL into a linear layer, whose input has the channels last."""
+    """Convert LFM2-VL's convolution over patches to a linear layer. The channels come last in its input."""
     name = "model.vision_tower.embeddings.patch_embedding.weight"
     return {**tensors, name: tensors[name].permute(0, 2, 3, 1).flatten(1)}
 
@@ -165,7 +165,7 @@ def _joined(tensors: Tensors) -> Tensors:
 
 
 def _numbered(tensors: Tensors) -> Tensors:
-    """Number the deepstack mergers from 0. llama.cpp numbers them by the layer whose output they read."""
+    """Renumber the deepstack mergers from 0. llama.cpp numbers them by the layer whose output they read."""
     block = "model.visual.deepstack_merger_list."
     layers = sorted({int(name[len(block) :].partition(".")[0]) for name in tensors if name.startswith(block)})
     places = {f"{block}{layer}.": f"{block}{place}." for place, layer in enumerate(layers)}
@@ -186,7 +186,7 @@ _SIGLIP = {
     "attn_v": "self_attn.v_proj",
     "attn_out": "self_attn.out_proj",
 }
-"""Names of the parts of a layer of SigLIP."""
+"""llama.cpp's names of the parts of a SigLIP layer -> Hugging Face's names."""
 
 
 def _siglip_names(tower: str) -> dict[str, str]:

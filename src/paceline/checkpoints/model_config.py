@@ -1,4 +1,5 @@
-"""The native decoder's config, read from a checkpoint's config.json (or GGUF metadata translated to its keys)."""
+"""The native decoder's config, read from a checkpoint's config.json (or from GGUF metadata that were translated to its
+keys)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PECULIAR = (
     *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
 )
-"""Keys that change the computation but not the tensors. A family without a default for such a key rejects it."""
+"""Keys that change the computation, but not the tensors. If a family has no default for such a key, it rejects configs
+that set it."""
 
 
 def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
@@ -31,8 +33,8 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
         where: Name of the config in error messages.
 
     Raises:
-        UnsupportedModel: The native decoder cannot run the model.
-        CorruptModel: A key is missing, out of range (see `schema.py`) or inconsistent with others.
+        UnsupportedModel: If the native decoder cannot run the model.
+        CorruptModel: If a key is missing, out of range (see `schema.py`) or inconsistent with other keys.
     """
     refuse_other_kinds(raw, where, FAMILIES)
     name = raw["model_type"]
@@ -73,7 +75,7 @@ def _common(raw: Raw, family: Family) -> ModelConfig:
 
 
 def _layers(raw: Raw) -> int:
-    """Return the number of layers. transformers omits it if the config lists the layers' types (Nemotron-H)."""
+    """Return the number of layers. transformers omits it from configs that list the types of layers (Nemotron-H)."""
     names = raw.get("layers_block_type")
     count = raw["num_hidden_layers"] if "num_hidden_layers" in raw or not names else len(names)
     if not 0 < count <= LAYERS:

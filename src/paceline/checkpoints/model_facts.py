@@ -1,4 +1,5 @@
-"""Facts about models from their files, without reading weights, for lists of models that are not loaded."""
+"""Facts about models that are not loaded, for lists of models. They come from a model's files, without reading
+weights."""
 
 from __future__ import annotations
 
@@ -30,19 +31,19 @@ _READING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about a model. 0 means that a number is not known.
+    """Facts about a model. A number is 0 if it is not known.
 
     Attributes:
         format: Format of the files.
-        size: Bytes of the files.
-        family: Architecture, as Ollama names it.
-        quantization: Quantisation, as Ollama names it.
+        size: Total size of the files, in bytes.
+        family: Architecture, under the name that Ollama uses.
+        quantization: Quantisation, under the name that Ollama uses.
         parameters: Number of parameters.
         context_length: Context length in tokens.
         vocab_size: Number of tokens.
-        template: Chat template; "" for none.
-        vision: The files contain a vision tower that Paceline knows.
-        infill: The tokenizer has tokens for fill-in-the-middle.
+        template: Chat template. Empty if there is none.
+        vision: True if the files contain a vision tower that Paceline knows.
+        infill: True if the tokenizer has tokens for fill-in-the-middle.
         generation: Contents of generation_config.json.
     """
 
@@ -60,8 +61,8 @@ class ModelFacts:
 
 
 def facts_of(path: Path | None) -> ModelFacts | None:
-    """Return the facts about a model's file or folder; None if it cannot be read. Results are cached until it
-    changes."""
+    """Return the facts about a model's file or folder, or None if it cannot be read. A result is cached until the file
+    or folder changes."""
     try:
         file = path / "config.json" if path and path.is_dir() else path
         state = file.stat() if file else None
@@ -121,7 +122,7 @@ def _of_folder(path: Path) -> ModelFacts:
 
 
 def _weights(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[str, int]:
-    """Return the type of most elements, and the total number of elements."""
+    """Return the type that most elements have, and the total number of elements."""
     sizes: Counter[str] = Counter()
     for kind, shape in tensors:
         sizes[kind] += math.prod(shape)
@@ -129,7 +130,8 @@ def _weights(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[str, int]:
 
 
 def _mix(file_type: Any) -> str:
-    """Return the name of a mixture of types, such as "Q4_K_M", from llama.cpp's number; "" if it is unknown."""
+    """Return the name of a mixture of types, such as "Q4_K_M", given llama.cpp's number. Return "" if the number is
+    unknown."""
     import gguf
 
     names = [kind.name for kind in gguf.LlamaFileType if kind.value == file_type]

@@ -1,7 +1,7 @@
 """The multi-token-prediction (MTP) layer that some models include, as a learned drafter.
 
 Its tensors have the names in Qwen's files: mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.layers.0.*
-and mtp.norm. Names in other files and in GGUF are translated. mtp.norm may be missing; the model's own norm then
+and mtp.norm. The names in other files and in GGUF files are translated. If mtp.norm is missing, the model's own norm
 replaces it.
 """
 
@@ -30,10 +30,10 @@ def has_mtp(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def open_mtp(path: Path, *, allow_pickle: bool = False) -> HeadFile | None:
-    """Open the MTP layer in a model's folder or GGUF file, without reading tensors. Returns None if there is none.
+    """Open the MTP layer in a model's folder or GGUF file, without reading tensors. Return None if there is none.
 
-    If the model has several MTP layers, which share the projection before them, this is the first. Raises as
-    `open_checkpoint`.
+    If the model has several MTP layers, which share the projection before them, this is the first one. Raise the errors
+    of `open_checkpoint`.
     """
     config, tensors = open_gguf(path)[:2] if path.is_file() else open_folder(path, allow_pickle=allow_pickle)
     if not has_mtp(tensors):
@@ -47,7 +47,7 @@ def open_mtp(path: Path, *, allow_pickle: bool = False) -> HeadFile | None:
 
 
 def _config(model: ModelConfig, names: Mapping[str, str]) -> EagleConfig:
-    """Return the config. `names` are the layer's tensors; they show if its MLP is a mixture of experts."""
+    """Return the config. `names`: Names of the layer's tensors, which show if its MLP is a mixture of experts."""
     experts = model.mixture
     sparse = experts is not None and f"layers.0.{experts.block}.{experts.router}.weight" in names
     layer = replace(model, layers=1, special=(LayerConfig(model.rope, sparse=sparse),))

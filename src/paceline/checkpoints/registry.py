@@ -1,4 +1,4 @@
-"""Registry of all model families, collected from the files in `families/`."""
+"""The registry of all model families, which is collected from the files in `families/`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ def _found() -> Iterator[Family]:
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _found()}
-"""Family by model_type."""
+"""`model_type` -> family."""
 ARCHITECTURES: dict[str, tuple[Family, GGUFLayout]] = {
     layout.architecture: (family, layout) for family in FAMILIES.values() for layout in family.gguf
 }
-"""Family and layout by the architecture's name in GGUF files."""
+"""Name of an architecture in GGUF files -> its family and layout."""
 _PARTS = {whole: family.name for family in FAMILIES.values() for whole in family.part_of}
 """Model type of a multimodal model -> model type of its language model."""
 _UNKNOWN = Family("")
 
 
 def family_of(raw: Raw) -> Family:
-    """Return the family of a config; for an unknown model type, a family without any special properties."""
+    """Return the family of a config. For an unknown model type, return a family without any special properties."""
     return FAMILIES.get(raw.get("model_type", ""), _UNKNOWN)
 
 
 def ties_head(raw: Raw) -> bool:
-    """Return True if the embedding is also the output head, by the config or the family's default."""
+    """Return True if the embedding is also the output head, according to the config or the family's default."""
     return bool({**family_of(raw).defaults, **raw}.get("tie_word_embeddings"))
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a multimodal model's language model; other configs are returned unchanged."""
+    """Return the config of a multimodal model's language model. Return other configs unchanged."""
     if raw.get("model_type") not in _PARTS:
         return raw
     inner = raw.get("text_config", {key: value for key, value in raw.items() if key != "vision_config"})

@@ -19,7 +19,7 @@ from paceline.text.tokenizer import Tokenizer
 
 
 def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Loaded:
-    """Load the target that `arguments` describe. Requests may use one of `adapters`. Raises the same errors as
+    """Load the target that `arguments` describe. Each request may use one of `adapters`. Raise the same errors as
     `load`."""
     model = arguments.model
     if isinstance(model, (str, Path)):
@@ -55,7 +55,7 @@ def load_target(arguments: LoadArguments, adapters: Mapping[str, Adapter]) -> Lo
 
 
 def _advise(loaded: Loaded, floats_chosen: bool) -> None:
-    """Log once how the model could be made faster."""
+    """Log, once, how the model could be made faster."""
     if isinstance(target := loaded.target, Decoder):
         warn_of(runner_of(target.device, target.dtype))
         if not floats_chosen:
@@ -63,7 +63,7 @@ def _advise(loaded: Loaded, floats_chosen: bool) -> None:
 
 
 def _check_held(moved: bool, quantized: bool, adapted: bool) -> None:
-    """Raise `InvalidOption` for options that only work with a model loaded by name, not with a model object."""
+    """Raise `InvalidOption` for options that work only with a model that is loaded by name, not with a model object."""
     if moved:
         raise InvalidOption("a model object keeps its dtype and device", "Convert the model object before loading it")
     if quantized:
@@ -87,7 +87,7 @@ def _wrap(model: Any, tokenizer: Any, progress: bool) -> Loaded:
         wrappable = isinstance(model, PreTrainedModel) and isinstance(model, GenerationMixin)
     if not wrappable:
         raise InvalidOption(
-            f"model is a {type(model).__name__}",
+            f"model must be a name, a path or a model object, got {type(model).__name__}",
             "Give the name or path of a model, or a PreTrainedModel of transformers with a causal head, or one of PEFT",
         )
     if tokenizer is None:

@@ -8,7 +8,7 @@ from paceline.models.lazy import LanguageTensors, renamed
 
 
 def translated(config: Raw, tensors: Tensors) -> Tensors:
-    """Return a checkpoint's tensors as the decoder takes them."""
+    """Return a checkpoint's tensors under the names, and in the form, that the decoder expects."""
     family = family_of(config)
     if names := _names(config):
         tensors = LanguageTensors(tensors, names, turned=family.turned)
@@ -16,7 +16,7 @@ def translated(config: Raw, tensors: Tensors) -> Tensors:
 
 
 def module_name(config: Raw, module: str) -> str:
-    """Return the decoder's name of a module, in a model with this config."""
+    """Return the decoder's name for a module of a model with this config."""
     return renamed(module + ".", _names(config)).removesuffix(".")
 
 
@@ -36,7 +36,7 @@ def _mtp_names(config: Raw) -> Names:
 
 
 def _count(given: object) -> int:
-    """Return the number of MTP layers. A file may contain one that its config does not count."""
+    """Return the number of MTP layers. A file may contain an MTP layer that its config does not count."""
     return max(1, min(given, 8)) if isinstance(given, int) else 1
 
 

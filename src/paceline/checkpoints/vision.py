@@ -42,7 +42,8 @@ def open_vision(
         mmproj: The mmproj file of a GGUF file. None looks for one in its folder.
 
     Returns:
-        The tower. None if the model does not see. If Paceline cannot run the tower, this is logged.
+        The tower, or None if the model has none. If Paceline cannot run the tower, a warning is logged and the result
+        is None.
 
     Raises:
         InvalidOption: If `mmproj` is given for a folder.
@@ -67,7 +68,8 @@ def open_vision(
 
 
 def sees(path: Path) -> bool:
-    """Return True if a folder holds a vision tower of a known family, or a GGUF file's folder has an mmproj file."""
+    """Return True if a model takes images: its folder holds a vision tower of a known family, or its GGUF file has an
+    mmproj file next to it."""
     if path.is_file():
         return any(is_projector(one.name) for one in path.parent.glob("*.gguf"))
     config = read_json(path / "config.json", IDENTITY)
@@ -99,6 +101,6 @@ def _of_projector(path: Path, dtype: torch.dtype, device: torch.device, config: 
 
 
 def _best(files: Sequence[Path], model: Path) -> Path:
-    """Return the file with the most in common with the model's name; of equal ones, the one with the most bytes."""
+    """Return the file whose name has the most in common with the model's name. In a tie, return the largest file."""
     words = {*re.split("[-._]", model.stem.lower())}
     return max(files, key=lambda file: (len(words & {*re.split("[-._]", file.stem.lower())}), file.stat().st_size))

@@ -1,1 +1,1 @@
-"""Drafters, one per file: n-gram lookup, suffix automaton, draft model, and a stack of several."""
+"""The drafters: lookups, draft models, learned heads, and cascades of several drafters."""

@@ -26,8 +26,8 @@ class Assistant(CacheSharing, LastState, Growing):
     """Drafts with a Gemma 4 assistant for the target that it was trained for.
 
     The input of a row is a token and the hidden state before it. At every depth, a row attends only to the target's
-    committed text, and it has the position of the pending token, as in training. Therefore the assistant needs no cache
-    of its own, it never has a backlog, and a rejected draft leaves nothing behind.
+    committed text, and has the position of the pending token, as in training. So the assistant needs no cache of its
+    own, never has a backlog, and never has to undo a rejected draft.
 
     Source: Google's Gemma 4 assistants, as in transformers (`SinglePositionMultiTokenCandidateGenerator`).
     """

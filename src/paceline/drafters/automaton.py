@@ -1,5 +1,5 @@
-"""An online suffix automaton over token ids. It finds every substring of a text, the tokens that followed, and their
-counts."""
+"""An online suffix automaton over token ids. For every substring of a text, it finds the tokens that followed, and
+their counts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _CHAIN = 16
 """Maximum number of contexts updated per token. Text rarely has more. Repetitive text has one per token, but its
 shortest contexts, which are skipped, predict the same tokens as the longest."""
 _AHEAD = 8
-"""While the last `limit / _AHEAD` tokens are read, the next automaton is built, a few tokens at a time."""
+"""The next automaton is built during the last `limit / _AHEAD` tokens, a few tokens at a time."""
 
 
 class SuffixAutomaton:
     """The suffix automaton of a growing text (Blumer et al. 1985), as SAM decoding uses it (arXiv 2411.10666).
 
     A state stands for all substrings that end at the same places. State 0 is the empty context. There are at most two
-    states and three transitions per token, `push` is O(1) amortised, and no transition is ever removed. In addition to
-    the classic construction, each state counts its occurrences and keeps its transitions in the order in which they
-    were last seen.
+    states and three transitions per token, `push` takes amortised O(1) time, and no transition is ever removed. Beyond
+    the classic construction, each state counts its occurrences, and keeps its transitions in the order of their last
+    use.
 
     Attributes:
-        limit: Maximum number of tokens, at least 2. When it is exceeded, the automaton starts over with the latest
-            half. That half is read again in advance, so that each token costs O(1). There are never more than
-            `2 * limit` states, and `limit` states of the next automaton.
+        limit: Maximum number of tokens, at least 2. When it is exceeded, the automaton starts over with the latest half
+            of the text. That half is read in advance, so that each token takes O(1) time. There are never more than `2
+            * limit` states, plus `limit` states of the next automaton.
         text: The tokens.
         generation: Increases whenever the automaton starts over. States of an earlier generation are invalid.
     """
@@ -35,7 +35,7 @@ class SuffixAutomaton:
         self.generation = 0
         self._empty()
         self._heir: SuffixAutomaton | None = None
-        """The automaton of the latest half, as far as it has been built."""
+        """The next automaton, which covers the latest half of the text as far as it has been built."""
 
     def clear(self) -> None:
         """Forget the text."""
@@ -53,7 +53,7 @@ class SuffixAutomaton:
         return len(self._link)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """`push` every token, except tokens that would be dropped immediately."""
+        """Append tokens to the text, except tokens that would be dropped immediately."""
         tokens = list(tokens)
         if len(tokens) > self.limit:
             self._restart()
@@ -71,7 +71,8 @@ class SuffixAutomaton:
             self._build_ahead(left)
 
     def _build_ahead(self, left: int) -> None:
-        """Build the next automaton in equal steps. `left`: Number of further steps until it is needed."""
+        """Build a part of the next automaton, so that all steps are equal. `left`: Number of steps that remain until it
+        is needed."""
         heir = self._heir = self._heir or SuffixAutomaton(self.limit)
         start = self.limit - self.limit // 2 + len(heir.text)
         for token in self.text[start : start - (start - self.limit) // (left + 1)]:
@@ -106,7 +107,8 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, state: int, token: int) -> int:
-        """Return the state of `state`'s longest string + token. Split it off if its state also holds longer strings."""
+        """Return the state of the longest string of `state`, followed by `token`. If that state also holds longer
+        strings, split it."""
         after, link = self._next, self._link
         old = after[state][token]
         if self._length[old] == self._length[state] + 1:
@@ -119,7 +121,8 @@ class SuffixAutomaton:
         return clone
 
     def _notice(self, state: int, token: int) -> None:
-        """Count `token` as a follower of `state` and of its shorter contexts, and make it their most recent one."""
+        """Count `token` as a follower of `state` and of its shorter contexts, and make it their most recent
+        follower."""
         previous = -1
         for _ in range(_CHAIN):
             if state < 0:
@@ -142,10 +145,10 @@ class SuffixAutomaton:
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Follow another text by one token. O(1) amortised.
+        """Follow another text by one token. This takes amortised O(1) time.
 
         Args:
-            state: The state of the longest suffix of that text which occurs in this one.
+            state: The state of the longest suffix of that text that occurs in this automaton's text.
             length: Length of that suffix.
             token: The next token.
 
@@ -159,12 +162,13 @@ class SuffixAutomaton:
         return (0, 0) if target is None else (target, length + 1)
 
     def settle(self, state: int, length: int) -> tuple[int, int]:
-        """Return the state that now holds a context of `length` tokens. Its state may have been split since."""
+        """Return the state that now holds a context of `length` tokens, which was in `state`. That state may have been
+        split since."""
         while state and self._length[self._link[state]] >= length:
             state = self._link[state]
         return state, length
 
     def followers(self, state: int, most: int) -> list[tuple[int, int]]:
-        """Return up to `most` followers of a context as (token, count), the most recent first."""
+        """Return up to `most` followers of a context, as pairs (token, count), the most recent first."""
         count = self._count
         return [(token, count[target]) for token, target in islice(reversed(self._next[state].items()), most)]

@@ -1,4 +1,4 @@
-"""The base class of all drafters, and the requests for drafts."""
+"""The base class of all drafters, and the requests for drafts that they receive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 
 class Allowance(NamedTuple):
-    """The limits for one part of a cascade. See `Ask` for the fields."""
+    """The limits of one part of a cascade. `Ask` describes the fields."""
 
     budget: DraftBudget
     price: float
@@ -27,17 +27,17 @@ class Ask:
     """A request for one draft.
 
     Attributes:
-        slot: The slot of the text.
+        slot: The slot of the request.
         prefix: The text so far.
         budget: Maximum size of the draft.
-        sampler: Ranks or draws candidates as the target will.
-        price: Cost of verifying an additional node, in tokens. A node whose probability of acceptance is lower is not
-            worth drafting.
-        pace: Measured throughput of all requests of this round together, in tokens per second. Drafting for another
-            second pays only if it yields more tokens. 0 if it is unknown or must be ignored.
+        sampler: Ranks or draws candidates in the same way as the target chooses tokens.
+        price: Cost of verifying one additional node, in tokens. A node is worth drafting only if its probability of
+            acceptance is higher.
+        pace: Measured total throughput of this round's requests, in tokens per second. Drafting for another second pays
+            only if it yields more tokens than this. 0 if the throughput is unknown or must be ignored.
         sure: Minimum probability of a draft's first token. It is above 0 if another drafter can draft instead.
-        parts: For a cascade (`Drafter.parts`), the allowance of each part, within `budget`. () for other drafters, or
-            if every part may use the whole budget.
+        parts: For a cascade (`Drafter.parts`), the allowance of each part, within `budget`. Empty for other drafters,
+            and if every part may use the whole budget.
     """
 
     slot: int
@@ -51,7 +51,8 @@ class Ask:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Token ids of the prompt and the reply so far, ending with the pending token. This is not a copy."""
+        """Token ids of the prompt and the reply so far, ending with the pending token. This is not a copy, so do not
+        modify it."""
         return self.prefix.token_ids
 
     @property
@@ -90,7 +91,7 @@ class Ask:
 
 
 class DrafterPart(NamedTuple):
-    """A part of a drafter with its own draft length. See `Drafter` for the fields."""
+    """A part of a drafter that has its own draft length. `Drafter` describes the fields."""
 
     draft: DraftBudget
     free: bool
@@ -109,25 +110,28 @@ class Drafter(ABC):
     """Hidden states that `feed` and `observe` must receive."""
 
     free: bool = False
-    """True if the drafter looks drafts up in the text at negligible cost. It must then respect `Ask.sure`."""
+    """True if drafting costs next to nothing because the drafter looks drafts up in the text. It must then respect
+    `Ask.sure`."""
 
     reads_prompt: bool = True
-    """True if a draft takes time for every token that the drafter has not read yet. It is ignored if `free` is True.
+    """True if drafting takes time for every token that the drafter has not read yet. Ignored if `free` is True.
 
-    The first token of a reply then does not wait for a draft, and reading the prompt counts as a cost of drafting.
+    If it is True, the first token of a reply does not wait for a draft, and reading the prompt counts as a cost of
+    drafting.
     """
 
     draft: DraftBudget = DraftBudget.chain(5)
-    """Maximum draft if the user sets no size (`draft="auto"`). The draft length is chosen within it."""
+    """Maximum draft if the user sets no size (`draft="auto"`). The draft length is then chosen up to this maximum."""
 
     replayable: bool = True
-    """True if drafts depend only on text, noise and taps. They can then be reproduced without the target."""
+    """True if drafts depend only on text, noise and taps. They can then be reproduced from a recording, without the
+    target."""
 
     def bind(self, cache: KVCache) -> None:  # noqa: B027
-        """Receive the engine's cache of the target. It is for drafters that run the target's own layers.
+        """Receive the engine's cache of the target, for drafters that run the target's own layers.
 
-        It is called once, before the first `admit`. Between rounds the cache holds the text of each slot except the
-        pending token. A drafter has only one engine.
+        This is called once, before the first `admit`, because a drafter belongs to one engine. Between rounds, the
+        cache holds the text of each slot except its pending token.
         """
 
     @abstractmethod
@@ -140,9 +144,9 @@ class Drafter(ABC):
         """
 
     def fork(self, slot: int, source: int, prompt: Sequence[int]) -> None:
-        """Start a request with the same prompt as slot `source`, which has been fed but has not drafted yet.
+        """Start a request with the same prompt as slot `source`, which has been fed its prompt, but has no drafts yet.
 
-        The prompt is not fed again. A drafter with taps must copy the states that it received for `source`.
+        The prompt is not fed again, so a drafter with taps must copy the states that it received for `source`.
         """
         self.admit(slot, prompt)
 
@@ -159,66 +163,69 @@ class Drafter(ABC):
     def parts(self) -> tuple[DrafterPart, ...]:
         """The parts that have their own draft length.
 
-        Only a cascade has several. It asks them in order, each for the requests that have no draft yet, and records in
-        `Draft.part` which part it asked last.
+        Only a cascade has several parts. It asks them in order. Each part drafts for the requests that still have no
+        draft, and `Draft.part` records the last part that was asked.
         """
         return (DrafterPart(self.draft, self.free, self.reads_prompt),)
 
     @property
     def needs_past(self) -> bool:
-        """True if a draft needs the hidden states of all preceding text. By default, this is true if there are taps.
+        """True if drafting needs the hidden states of all preceding text. The default is True if the drafter has taps.
 
-        A prompt can then start from a cached prefix only if `load` restores these states.
+        If it is True, a prompt can start from a cached prefix only if `load` restores these states.
         """
         return bool(self.taps)
 
     def unread(self, slot: int) -> int | None:
         """Return the number of tokens of a slot's text that the next draft must read first.
 
-        None lets the engine count the tokens since the last draft. A drafter overrides it if it also reads tokens at
-        other times, in `feed` or `load`.
+        If this returns None, the engine counts the tokens since the last draft. Override it in a drafter that also
+        reads tokens at other times, in `feed` or `load`.
         """
         return None
 
     def save(self, slot: int) -> Saved | None:
-        """Return a copy of the drafter's state after the slot's text, for the prefix cache. None if it has no state."""
+        """Return a copy of the drafter's state after the slot's text, for the prefix cache, or None if it has no
+        state."""
         return None
 
     def load(self, slot: int, saved: Any, length: int) -> None:  # noqa: B027
-        """Restore the state after the first `length` tokens of the prompt, as if they had been fed.
+        """Restore the drafter's state after the first `length` tokens of the prompt, as if they had been fed.
 
-        It is called after `admit`. These tokens are not fed, but at least one later row of the prompt is.
+        This is called after `admit`. The restored tokens are not fed, but at least one later token of the prompt is.
 
         Args:
             slot: The request's slot.
-            saved: Result of `save`. `saved.holds` was true.
-            length: Number of tokens to restore. The token at this position is the same as in the saved text.
+            saved: A result of `save`. `saved.holds` returned True for `length`.
+            length: Number of tokens to restore. The token after them is the same in the prompt as in the saved text.
         """
 
     def restored(self, saved: Any) -> Saved:
-        """Return a result of `save` that was read from a file, with this drafter's functions (`protocols.Restorer`)."""
+        """Return a result of `save` that was read from a file, with this drafter's functions put back
+        (`protocols.Restorer`)."""
         kept: Saved = saved
         return kept
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        """Return one draft per ask, in order. The draft is `Draft()` if the drafter has nothing to propose.
+        """Return one draft per ask, in order. Return an empty `Draft()` for a request if there is nothing to propose.
 
-        All requests wait for this call, so read a long text in parts, and return `Draft(unread=...)` until then.
+        All requests of the round wait for this call. So read a long text in parts, over several calls, and return
+        `Draft(unread=...)` until the text has been read.
         """
 
     def extend(self, ask: Ask, draft: Draft) -> Draft:
-        """Return another drafter's chain, extended if this drafter can continue it at no cost."""
+        """Return another drafter's chain, lengthened if this drafter can continue it at no cost."""
         return draft
 
     @abstractmethod
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
-        """Receive the result of a round. Only store it, and do the work in the next `propose`.
+        """Receive the result of a round. Only store it here, and do the work in the next `propose`.
 
         Args:
             slot: The request's slot.
             verdict: The committed tokens and their rows.
-            out: The hidden states named by `taps` of all rows of the round, each [T, H].
+            out: The hidden states named by `taps`, for all rows of the request in this round, each [T, H].
         """
 
     @abstractmethod

@@ -23,8 +23,8 @@ from paceline.verify.tree import PREFILL_ROWS
 class Block(StateDrafter[CachedSlot]):
     """Drafts a block of tokens with a head that attends to the target's hidden states of the whole text.
 
-    The head caches keys and values of these states, but never of a drafted block. Before a draft it reads the pending
-    states of all requests in one pass.
+    The head caches the keys and values of these states, but never the keys and values of a drafted block. Before it
+    drafts, it reads the pending states of all requests in one pass.
     """
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
@@ -81,7 +81,8 @@ class Block(StateDrafter[CachedSlot]):
         return x[:, first : first + depth]
 
     def _read_pending(self, state: CachedSlot) -> None:
-        # Read them all: hidden states take several times as much memory as the keys and values made from them.
+        # Read all of them, because hidden states take several times as much memory as the keys and values that are made
+        # from them.
         self._catch_up([state])
 
     @torch.inference_mode()

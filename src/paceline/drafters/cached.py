@@ -19,11 +19,11 @@ from paceline.verify.tree import PREFILL_ROWS
 from paceline.vision.prompt import ImagePrompt
 
 MAX_PENDING = 8 * PREFILL_ROWS
-"""Maximum number of positions with pending states. Requests that never draft never read them, which saves time at the
-cost of memory (48 MiB for three taps of width 4096 in bfloat16)."""
+"""Maximum number of positions with pending states. A request that never drafts never reads its states, which saves time
+but takes memory (48 MiB for three taps of width 4096 in bfloat16)."""
 
 _SMALL, _TOGETHER = 1 << 20, 16
-"""Copies of a pass's states are delayed if the states take at most `_SMALL` bytes, until `_TOGETHER` passes wait."""
+"""If the states of a pass take at most `_SMALL` bytes, they are not copied until `_TOGETHER` such passes wait."""
 
 
 class PendingStates:
@@ -33,7 +33,8 @@ class PendingStates:
         self._parts = list(parts)
         self._count = sum(map(len, parts))
         self._plain: list[list[Tensor]] = []
-        """Taps [T, H] of rounds that kept only row 0, after `_parts`. Joining many takes as long as joining one."""
+        """Taps [T, H] of rounds that kept only row 0. They follow `_parts`. Joining many of them takes as long as
+        joining one."""
 
     def __len__(self) -> int:
         return self._count
@@ -45,7 +46,7 @@ class PendingStates:
         return self._parts
 
     def add(self, taps: Sequence[Tap], out: Mapping[Tap, Tensor], path: Sequence[int] | None = None) -> None:
-        """Append the hidden states of a pass, with all taps of a row concatenated.
+        """Append the hidden states of a pass. All taps of a row are concatenated.
 
         States are copied, because a view would keep the states of the whole pass in memory. Copies of small passes are
         delayed and made together, so that a drafter that is switched off costs less.
@@ -63,7 +64,7 @@ class PendingStates:
             return
         kept: slice | list[int] = slice(None)
         if path is not None:
-            # The path of a chain is the first rows. A slice avoids a gather for each tap.
+            # The accepted path of a chain is its first rows, so a slice can replace a gather for each tap.
             chain = not path or path[-1] == len(path)
             kept = slice(1 + len(path)) if chain else [0, *path]
         self.parts.append(torch.cat([out[tap][kept] for tap in taps], -1))
@@ -78,7 +79,8 @@ class PendingStates:
         self._plain = []
 
     def take(self, count: int) -> Tensor:
-        """Remove and return the first `count` states, or all if there are fewer. There must be at least one."""
+        """Remove and return the first `count` states, or all states if there are fewer. There must be at least one
+        state."""
         count = min(count, self._count)
         taken, missing = [], count
         while missing:
@@ -103,7 +105,7 @@ class CachedSlot:
         cache_slot: Slot in the drafter's cache.
         token_ids: The text so far, in the drafter's tokens. The cache holds a prefix of it.
         pending: States [taps * H] of positions that are not in the cache yet.
-        images: The prompt, if it contains images.
+        images: The prompt with its images. None if it contains no images.
     """
 
     cache_slot: int
@@ -128,7 +130,7 @@ class CachedDrafter(Drafter, Generic[S]):
         self._slots[slot].images = prompt if isinstance(prompt, ImagePrompt) else None
 
     def _reclaim(self) -> None:
-        """Release cache slots that no request holds. An interrupt may have come just after a slot was acquired."""
+        """Release cache slots that no request holds. There is one if an interrupt came just after it was acquired."""
         for cache_slot in {*range(len(self._cache.lengths))} - {state.cache_slot for state in self._slots.values()}:
             self._cache.release(cache_slot)
 
@@ -177,7 +179,8 @@ class StateDrafter(CachedDrafter[S]):
         return SavedStates(length, (*cached.tensors, *pending.parts), cached, pending) if length else None
 
     def load(self, slot: int, saved: SavedStates, length: int) -> None:
-        """Load the cached part of the first `length` tokens. The states of the remaining tokens become pending."""
+        """Load the saved keys and values for the first `length` tokens. If fewer were saved, the states of the other
+        tokens become pending."""
         state = self._slots[slot]
         read = self._cache.load(state.cache_slot, saved.cache, min(length, saved.cache.length))
         state.pending = saved.pending.first(length - read)
@@ -200,4 +203,4 @@ class StateDrafter(CachedDrafter[S]):
 
     @abstractmethod
     def _read_pending(self, state: S) -> None:
-        """Read some of one request's pending states into the cache, to limit their memory."""
+        """Read some of a request's pending states into the cache, to limit the memory that they take."""

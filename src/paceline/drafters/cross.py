@@ -24,17 +24,18 @@ from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import from_paths, paths_of
 
 SHARED = 0.85
-"""Minimum share of the target's tokens to draft shared tokens. Above it, they are accepted as often as drafted text in
-greedy decoding, and more often in sampling (docs/notes/drafters.md#drafting-across-tokenizers)."""
+"""Share of the target's tokens that must be shared for `SharedTokens` to be used. Above this share, its drafts are
+accepted as often as the drafts of `TextDrafter` in greedy decoding, and more often in sampling
+(docs/notes/drafters.md#drafting-across-tokenizers)."""
 
 _LIKELIEST = Sampler()
 R = TypeVar("R", bound=TokenReader)
 
 
 def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
-    """Return a drafter that uses a model with another tokenizer, and log its kind.
+    """Return a drafter for a draft model with another tokenizer, and log its kind.
 
-    It is `SharedTokens` if the vocabularies share most tokens of a sample text, else `TextDrafter`.
+    It is a `SharedTokens` if the vocabularies share most tokens of a sample text, and a `TextDrafter` otherwise.
 
     Args:
         target: The target.
@@ -81,7 +82,7 @@ class _Foreign(DraftModel, Generic[R]):
         return (super().unread(slot) or 0) + len(self._unread[slot])
 
     def load(self, slot: int, saved: SavedText, length: int) -> None:
-        """Load all draft tokens that are the same. `length` counts target tokens, so it does not apply."""
+        """Load the longest common prefix of the draft tokens. `length` counts target tokens, so it is not used."""
         super().load(slot, saved, saved.length)
 
     def release(self, slot: int) -> None:
@@ -99,7 +100,8 @@ class _Foreign(DraftModel, Generic[R]):
         return super().propose(asks)
 
     def _read(self, slot: int) -> None:
-        """Read the tokens committed since the last call. The cache keeps the draft tokens that are still valid."""
+        """Convert the tokens that were committed since the last call. The cache keeps the draft tokens that are still
+        valid."""
         reader, state = self._readers[slot], self._slots[slot]
         valid = reader.read(self._unread[slot])
         self._unread[slot].clear()
@@ -110,8 +112,9 @@ class _Foreign(DraftModel, Generic[R]):
 class SharedTokens(_Foreign[TokenMapper]):
     """Drafts only tokens that both vocabularies have ("token-level intersection", arXiv 2502.05202).
 
-    Candidates are target tokens. As with any draft model, the sampler ranks or draws them, in chains and trees, with
-    their q. Target tokens that the draft model lacks are never drafted. It reads them spelled in its own tokens.
+    Candidates are target tokens. As with any draft model, the sampler ranks or draws them, with their q, for chains and
+    trees. Target tokens that the draft model lacks are never drafted. When they occur in the text, the draft model
+    reads them spelled in its own tokens.
     """
 
     def __init__(self, vocab_map: VocabMap) -> None:
@@ -175,7 +178,7 @@ class TextDrafter(_Foreign[Retokenizer]):
         return _within(from_paths(path[: ask.budget.depth] for path in paths), ask.budget)
 
     def _target_path(self, ask: Ask, path: Sequence[int], incomplete: bytes) -> list[int]:
-        """Convert a path of draft tokens to target tokens, up to an EOS or a token without text."""
+        """Convert a path of draft tokens to target tokens. Stop at an EOS token or at a token without text."""
         text, end = b"", []
         for token in path:
             if token in self._vocab_map.ends or token not in self._vocab_map.draft_bytes:
@@ -184,13 +187,14 @@ class TextDrafter(_Foreign[Retokenizer]):
             text += self._vocab_map.draft_bytes[token]
         if not text.startswith(incomplete):
             return []
-        # Drop an incomplete character at the end, since the last token may end inside a character.
+        # The last token may end inside a character. Drop such an incomplete character.
         text = text.decode(errors="ignore").encode()[len(incomplete) :]
         return continuation(self._vocab_map, ask.token_ids, text) + end
 
 
 def _within(draft: Draft, budget: DraftBudget) -> Draft:
-    """Return the first nodes of a tree that fit the budget. Encoding paths again may move their branches."""
+    """Return the first nodes of a tree that fit into the budget. When paths are encoded again, their branches may
+    move."""
     rows, children = {0: 0}, Counter[int]()
     kept: list[tuple[int, int]] = []
     for row, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), 1):

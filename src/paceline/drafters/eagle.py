@@ -25,11 +25,11 @@ from paceline.verify.tree import PREFILL_ROWS, pack
 
 @dataclass(slots=True)
 class _EagleSlot(CachedSlot):
-    """One request. The cache holds one row for each position whose features were read.
+    """One request. The cache holds one row for each position whose features have been read.
 
     Attributes:
         root: Both results [H] of `EagleNetwork.step` for the newest row in the cache. None before the first row.
-        grown: Hidden states [1 + rows, H] of this round: first the root, then the rows that `pack_level` laid out.
+        grown: Hidden states [1 + rows, H] of this round: the root's, followed by the rows of `pack_level`.
     """
 
     root: tuple[Tensor, Tensor] | None = None
@@ -39,10 +39,10 @@ class _EagleSlot(CachedSlot):
 class Eagle(StateDrafter[_EagleSlot], Growing):
     """Drafts with an EAGLE-1, EAGLE-2 or EAGLE-3 head for the target that it was trained for.
 
-    The head reads features: the target's hidden states at its taps. Features stay pending until the next `propose`. Its
-    first pass reads them for all requests at once, which replaces drafted features with real ones. Row i of the head's
-    cache is made from the features at position i and token i + 1. A text of one token has no features yet, so its first
-    round has no draft.
+    The head reads features: the target's hidden states at its taps. Features stay pending until the next `propose`. The
+    first pass of that call reads them for all requests at once, which replaces drafted features with real ones. Row i
+    of the head's cache is made from the features at position i and token i + 1. A text of one token has no features
+    yet, so its first round has no draft.
     """
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
@@ -64,7 +64,8 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         super().__init__(self._net.new_cache(), _EagleSlot)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return the ask's budget, or an empty one if features are missing (a text of one token, or one not fed)."""
+        """Return the ask's budget, or an empty budget if the text has no features yet (a text of one token, or a text
+        that was not fed)."""
         state = self._slots[ask.slot]
         known = self._cache.lengths[state.cache_slot] + len(state.pending)
         return ask.budget if 0 < known == len(state.token_ids) - 1 else DraftBudget.chain(0)
@@ -75,7 +76,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         for state in states:
             while len(state.pending) > SHARED:
                 self._read_pending(state)
-        # A request has nothing pending if `propose` is called again before `observe`.
+        # If `propose` is called again before `observe`, a request has no pending features.
         if behind := [state for state in states if len(state.pending)]:
             self._read(behind, [len(state.pending) for state in behind])
         roots = [state.root for state in states if state.root is not None]
@@ -84,17 +85,18 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         return logits_of(torch.stack([out[None] for _, out in roots]), [1] * len(roots), self._net.logits)
 
     def _read_pending(self, state: _EagleSlot) -> None:
-        """Read pending features of one request in a separate pass. At least one stays pending for the root."""
+        """Read pending features of one request in a separate pass. At least one feature stays pending for the root."""
         self._read([state], [min(PREFILL_ROWS, len(state.pending) - 1)], prefill=True)
 
     def _read(self, states: Sequence[_EagleSlot], counts: Sequence[int], prefill: bool = False) -> None:
-        """Read the first `counts[i]` pending features of each request i in one pass, each with the next token."""
+        """Read the first `counts[i]` pending features of each request i in one pass. Each feature is read with the
+        token after it."""
         slots = [state.cache_slot for state in states]
         starts = [self._cache.lengths[slot] for slot in slots]
         texts = [s.token_ids[start + 1 :][:n] for s, start, n in zip(states, starts, counts, strict=True)]
         rows = pack([text[0] for text in texts], [Draft.chain(text[1:]) for text in texts], slots, starts, self._device)
         features = pad_sequence([s.pending.take(n) for s, n in zip(states, counts, strict=True)], batch_first=True)
-        # Rows that only fill up the pass have no features.
+        # Padding rows have no features.
         features = F.pad(features, (0, 0, 0, rows.tokens.shape[1] - features.shape[1]))
         images = [
             s.images.given(start + 1, start + 1 + n) if s.images else None

@@ -25,12 +25,12 @@ from paceline.verify.tree import pack
 class EarlyExit(CacheSharing, Growing):
     """Drafts with the target's first E = `config.layers` layers and its head, over the target's own cache.
 
-    Drafting writes keys and values that verification uses as they are. Verification of a row that drafting has fed
-    begins at layer E, so no row passes a layer twice and there is no backlog. Every fed row must stay in the draft.
-    Therefore a tree first keeps the best `branch` nodes of each level, and then the best of the other nodes.
+    Verification uses the keys and values that drafting has written. For a row that drafting has fed, verification
+    begins at layer E, so no row passes a layer twice, and there is no backlog. Every fed row must stay in the draft.
+    Therefore, a tree keeps the best `branch` nodes of each level first, and then the best of the other nodes.
 
-    A chain ends, and a node of a tree becomes a leaf, if the exit's highest probability is below `threshold`. Under the
-    rules `rejection` and `block`, trees keep their shape instead, because it must not depend on the draws.
+    A chain ends, and a node of a tree becomes a leaf, if the exit's highest probability is below `threshold`. With the
+    rules `rejection` and `block`, trees keep their shape, because it must not depend on the draws.
 
     Source: LayerSkip, arXiv 2404.16710 (shared cache); Draft & Verify, arXiv 2309.08168, and Kangaroo, arXiv
     2404.18911 (when to stop; a trained projection before the head).
@@ -48,7 +48,7 @@ class EarlyExit(CacheSharing, Growing):
             tensors: Weights of a trained exit (see `models/heads.py`). If empty, the target's final norm and head
                 follow layer E.
             target: The target. It must be a model that Paceline runs itself.
-            threshold: Minimum for the exit's highest probability, 0 to 1. Below it, drafting stops.
+            threshold: Drafting stops where the exit's highest probability is below this number, 0 to 1.
 
         Raises:
             UnsupportedModel: If the target cannot stop after some of its layers.
@@ -88,7 +88,7 @@ class EarlyExit(CacheSharing, Growing):
         self._streams.pop(slot, None)
 
     def limit(self, ask: Ask) -> DraftBudget:
-        """Limit the depth so that all fed nodes, up to `branch` per level, fit in the draft."""
+        """Limit the depth, so that the draft has room for all fed nodes (up to `branch` per level)."""
         # An interrupted round may have left streams here.
         self._streams[ask.slot] = []
         return ask.budget.within(ask.budget.nodes // ask.budget.branch + 1)
@@ -100,8 +100,8 @@ class EarlyExit(CacheSharing, Growing):
 
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         for growth in growths:
-            # Fed rows come first in the draft, and drawn siblings must stay in order. Therefore siblings that were
-            # drawn before a fed node are fed as well. This costs nothing, because verification skips these layers.
+            # Fed rows come first in the draft, and drawn siblings must stay in order. So siblings that were drawn
+            # before a fed node are fed as well. This costs nothing, because verification then skips these layers.
             growth.chosen = growth.nodes.with_elders(growth.chosen)
         return self._feed(growths, [growth.feed() for growth in growths])
 
@@ -141,8 +141,8 @@ class EarlyExit(CacheSharing, Growing):
 
     def _stops(self, growth: Growth, logits: Tensor) -> list[bool]:
         """Return True for each row of logits [R, V] at which drafting stops."""
-        # A chain may stop depending on earlier draws, because a row is verified only by the token drawn from it. A tree
-        # may not.
+        # Earlier draws may decide where a chain stops, because each of its rows is verified only with the token that
+        # was drawn from it. They must not decide the shape of a tree.
         if growth.ask.draws and growth.nodes.budget.branch > 1:
             return [False] * len(logits)
         confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()

@@ -3,7 +3,7 @@
 none                          no drafter
 auto                          the default: `AUTO`, then the model's own MTP layer if it has one
 found                         `AUTO`, then the best drafter on this disk (see `found.py`)
-suffix, suffix:remember       repeats of this text, or also of earlier replies
+suffix, suffix:remember       repetitions in this text, or also of earlier replies
 ngram                         prompt lookup
 model:REF                     a draft model, which may have another tokenizer
 eagle3, medusa, block         the head of this kind that comes with Paceline for the target
@@ -11,9 +11,9 @@ mtp, mtp:REF                  the multi-token-prediction layer in the target's o
 assistant:REF                 a Gemma 4 assistant, which reads the target's keys and values
 eagle3:REF, ..., head:REF     a head checkpoint; `head` accepts any kind
 early-exit                    the exit that comes with Paceline, or half of the target's layers
-early-exit:LAYERS or REF      this number of the target's layers, or a trained exit
+early-exit:LAYERS or REF      this number of the target's first layers, or a trained exit
 early-exit@P, ...:LAYERS@P    the same, but a chain stops if the exit's highest probability is below P (default 0.5)
-A+B+C                         the first of these that has a draft; a reference must come last and may contain "+"
+A+B+C                         the first of these that can draft; a reference must come last and may contain "+"
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ MadeT = TypeVar("MadeT")
 DraftModelLoader = Callable[[str], Loaded]
 HeadOpener = Callable[[str | Path], HeadFile]
 Options = Mapping[str, float]
-"""Options that a name can set. Only early exit has one, `threshold`."""
+"""The options that a drafter's name can set. Only early exit has an option, `threshold`."""
 
 _LOOKUPS: dict[str, Callable[[], Drafter]] = {
     "suffix": Suffix,
     "suffix:remember": partial(Suffix, remember=True),
     "ngram": NGram,
 }
-"""Name -> drafter without weights."""
+"""Name -> a function that makes a drafter without weights."""
 
 AUTO = "suffix"
-"""The drafter that "auto" tries first. It has no weights, and it costs nothing if it has nothing to propose. Learned
+"""The drafter that "auto" asks first. It has no weights, and costs nothing if it has nothing to propose. Learned
 drafters are faster on some texts and slower on others (benchmarks/results/2026-11-25-never-slower-zen4.md)."""
 
 FOUND = "found"
@@ -92,12 +92,12 @@ _KINDS = {
     "assistant": "assistant",
     "early-exit": "exit",
 }
-"""Name -> kind of head."""
+"""Name -> the kind of head that it stands for."""
 
 _REFERENCE = re.compile(
     r"(?:^|\+)\s*((?:model|eagle3|mtp|medusa|block|assistant|head|early-exit(?!:\d+(?:@[\d.]+)?\s*(?:\+|$))):)"
 )
-"""Matches the name before a reference. The reference extends to the end of the spec."""
+"""Matches a name that a reference follows. The reference extends to the end of the spec."""
 
 
 def make_drafter(
@@ -106,7 +106,7 @@ def make_drafter(
     """Make a drafter by name.
 
     Args:
-        spec: A name (see the module), a drafter, which is returned as it is, or None.
+        spec: A name (see the module's docstring), a drafter, which is returned as it is, or None.
         target: The target.
         load: Loads a draft model.
         read: Opens a head checkpoint.
@@ -132,7 +132,7 @@ def make_drafter(
 
 
 def _chosen(spec: str, target: Loaded, make: Callable[[str], MadeT]) -> tuple[str, MadeT]:
-    """Return the full name of a drafter (see `drafter_for`), and the drafter that `make` builds from it.
+    """Return the full name of a drafter (see `drafter_for`), and the drafter that `make` builds for that name.
 
     For "auto", an MTP layer that does not work is skipped with a warning.
     """
@@ -172,7 +172,7 @@ def open_drafter(
         spec: See `make_drafter`.
         target: The target.
         quantize: Precision of the drafter's weights.
-        read: Loads a draft model. None for `load_model`, onto the target's device.
+        read: Loads a draft model. None to use `load_model` with the target's device.
         head: Opens a head checkpoint.
         draft_vocab: Tokens that output heads score (see `DraftVocab`).
 
@@ -228,8 +228,8 @@ def open_drafters(
         opened: Opens a drafter by name.
 
     Returns:
-        Name -> drafter, in the order given, without "none". If `given` is a drafter and nothing is added to it, the
-        drafter itself.
+        Name -> drafter, in the given order, without "none". If `given` is a drafter and `more` is empty, the drafter
+        itself.
     """
     specs = [given] if isinstance(given, str) else [] if given is None or isinstance(given, Drafter) else given
     chosen = [_chosen(spec, target, opened) for spec in dict.fromkeys((*specs, *more))]
@@ -278,7 +278,7 @@ def check_spec(spec: str | Drafter | None) -> None:
     """Check the name of a drafter before anything is loaded.
 
     Raises:
-        InvalidOption: If it is not the name of a drafter, a drafter or None.
+        InvalidOption: If `spec` is neither the name of a drafter, nor a drafter, nor None.
     """
     if not isinstance(spec, (str, Drafter, type(None))):
         raise InvalidOption(
@@ -298,7 +298,7 @@ def check_specs(spec: str | Drafter | list[str] | None, mode: str) -> None:
         mode: The option `draft_quantize`.
 
     Raises:
-        InvalidOption: If a name or the mode is unknown, or the mode needs weights and no drafter has any.
+        InvalidOption: If a name or the mode is unknown, or if the mode needs weights and no drafter has weights.
     """
     specs = spec if isinstance(spec, list) else [spec]
     for one in specs:
@@ -324,7 +324,7 @@ def _check_name(part: str) -> None:
 
 
 def _split(spec: str) -> list[str]:
-    """Split a spec at "+", but not inside a reference."""
+    """Split a spec at each "+" that is not part of a reference."""
     found = _REFERENCE.search(spec)
     if not found:
         return [part.strip() for part in spec.split("+")]
@@ -333,7 +333,8 @@ def _split(spec: str) -> list[str]:
 
 
 def _split_threshold(part: str) -> tuple[str, dict[str, float]]:
-    """Split `early-exit...@P` into the name and its threshold, if it has one. Raises `InvalidOption`."""
+    """Split `early-exit...@P` into the name and its threshold, if it has one. Raise `InvalidOption` if the threshold is
+    not valid."""
     found = re.fullmatch(r"(early-exit(?::.+)?)@(\d+(?:\.\d*)?|\.\d+)", part)
     if not found:
         return part, {}
@@ -352,7 +353,7 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     name, _, reference = part.partition(":")
     if name == "model":
         loaded = load(reference)
-        # Compare tokenizers by their tokens, because different tokenizers may have the same number of tokens.
+        # Compare the tokens themselves, because different tokenizers may have the same number of tokens.
         if vocabulary_of(target.tokenizer) != vocabulary_of(loaded.tokenizer):
             return cross(target, loaded, part)
         return DraftModel(loaded.target, target.target.vocab_size, loaded.head_tokens)
@@ -379,8 +380,8 @@ def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options) -> Drafter:
-    """Return early exit after `layers` layers. If it is "", use the exit that comes with Paceline, or half of the
-    layers."""
+    """Return a drafter that exits after `layers` layers. If `layers` is "", use the exit that comes with Paceline, or
+    half of the layers."""
     if not layers and (path := shipped("exit", target)):
         head = fits(read(path), target)
         return _with_head(head.config, head.tensors, target, options)
@@ -398,7 +399,7 @@ def parse_size(text: str) -> DraftBudget | None:
     """Parse a draft size, LENGTH or NODESxDEPTHxBRANCH.
 
     Returns:
-        The budget. None if the text has another form.
+        The budget, or None if the text has another form.
 
     Raises:
         InvalidOption: If a number is out of range.
@@ -416,10 +417,10 @@ def to_tree(draft: int | DraftBudget | Literal["auto"]) -> DraftBudget | None:
         draft: A draft length, a budget, or "auto".
 
     Returns:
-        The budget. None for "auto".
+        The budget, or None for "auto".
 
     Raises:
-        InvalidOption: If it is anything else, or the length is out of range.
+        InvalidOption: If `draft` is anything else, or if the length is out of range.
     """
     if isinstance(draft, DraftBudget):
         return draft

@@ -21,9 +21,10 @@ from paceline.protocols import TargetWithHead
 
 _LOG = logging.getLogger("paceline")
 _MOST_SEEN, _MOST = 1000, 32
-"""Maximum number of models whose vocabulary size is read (1 ms each), and whose tokens are compared (up to 0.5 s)."""
+"""Maximum number of models whose vocabulary size is read (1 ms each), and maximum number of models whose tokens are
+compared (up to 0.5 s each)."""
 _PADDING = 1 / 200
-"""Relative difference of vocabulary sizes that padding may cause in models with the same tokenizer."""
+"""Relative difference between vocabulary sizes that padding may cause in models with the same tokenizer."""
 
 
 def found_reference(target: Loaded) -> str | None:
@@ -84,9 +85,9 @@ def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
 
 
 def _may_share(path: Path, rows: int) -> bool:
-    """Return True if a model may have the same vocabulary as a target with `rows` rows, judging by its size.
+    """Return True if a model's vocabulary size allows that it has the same vocabulary as a target with `rows` rows.
 
-    If the files do not tell the size, it is True.
+    The result is also True if the files do not show the size.
     """
     try:
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Draft trees that grow level by level, with the whole batch in each pass."""
+"""Draft trees that grow level by level. Each level takes one pass for the whole batch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
 
 _NEXT = 0.85
-"""Assumed probability that a token is accepted after an accepted token, before it is drafted."""
+"""Assumed probability that the next token will be accepted if its parent is accepted. It is needed before the token is
+drafted."""
 _OUTLIER, _MEMORY = 2.0, 8.0
 """Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEMORY` times."""
 _DRAWN = 0.3
-"""Minimum probability of a path that is extended by draws. It is a constant, because a drawn draft must not depend on
-measured costs."""
+"""Minimum probability of a path that is extended by drawn tokens. It is a constant, because a drawn draft must not
+depend on measured costs."""
 ROOT = -1
 """The parent of a node that continues the pending token."""
 
@@ -38,7 +39,8 @@ class Nodes(ABC):
         tokens: Token of each node.
         parents: Parent of each node. `ROOT` stands for the pending token.
         depths: Depth of each node, starting at 1.
-        q: Node -> the distribution [V] that its children were drawn from, if they were drawn.
+        q: Node -> the distribution [V] that its children were drawn from. Nodes whose children were not drawn have no
+            entry.
     """
 
     budget: DraftBudget
@@ -49,7 +51,7 @@ class Nodes(ABC):
 
     @abstractmethod
     def grow(self, parent: int, best: Ranked) -> None:
-        """Add the children of a node, from up to `budget.branch` candidates."""
+        """Add up to `budget.branch` candidates as the children of a node."""
 
     @abstractmethod
     def level(self, first: int) -> list[int]:
@@ -60,11 +62,12 @@ class Nodes(ABC):
         """Return the nodes to keep in addition to the nodes `first`, oldest first."""
 
     def with_elders(self, nodes: Sequence[int]) -> list[int]:
-        """Return these nodes and the siblings that must come before them in a draft, oldest first."""
+        """Return these nodes, and the siblings that must come before them in a draft, oldest first."""
         return list(nodes)
 
     def promise(self, nodes: Sequence[int]) -> float:
-        """Return the probability that one of these nodes, which have the same depth, is accepted. 1 if unknown."""
+        """Return the probability that one of these nodes, which have the same depth, is accepted, or 1 if it is
+        unknown."""
         return 1.0
 
     def draft(self, first: Sequence[int] = ()) -> Draft:
@@ -80,7 +83,7 @@ class Nodes(ABC):
         self.depths.append(self.depths[parent] + 1 if parent != ROOT else 1)
 
     def path(self, node: int) -> list[int]:
-        """Return the tokens of the nodes from the root to a node, which is included."""
+        """Return the tokens on the path from the root to a node, including the node's own token."""
         path: list[int] = []
         while node != ROOT:
             path.append(self.tokens[node])
@@ -104,8 +107,8 @@ class Chosen(Nodes):
         return self._best(self.budget.branch, range(first, len(self.tokens)))
 
     def others(self, first: Sequence[int]) -> list[int]:
-        """Return the best nodes. They form a tree, because a child never has a better score than its parent, and of
-        equal scores the older node is better."""
+        """Return the best nodes. They form a tree, because a child never has a higher score than its parent, and the
+        older node wins a tie."""
         taken = set(first)
         return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
 
@@ -122,8 +125,8 @@ class Drawn(Nodes):
     """A tree whose nodes are drawn from the drafter's distributions.
 
     Every candidate with a place in `tree.shape` is kept, because choosing nodes by the drawn tokens would change the
-    distribution. However, a path whose probability is below `least` is not extended. The decision to draw children may
-    depend on the path to the node, as their distribution does.
+    distribution. However, a path whose probability is below `least` is not extended. This is allowed because it depends
+    only on the path to the node, as the distribution of its children does.
     """
 
     least: float = 0.0
@@ -145,12 +148,12 @@ class Drawn(Nodes):
         return [node for node in range(first, len(self.tokens)) if self._expands(node)]
 
     def with_elders(self, nodes: Sequence[int]) -> list[int]:
-        """Return these nodes and all siblings drawn before them, since verification tries siblings in draw order.
-        Siblings have consecutive numbers."""
+        """Return these nodes, and all siblings that were drawn before them, because verification tries siblings in the
+        order of the draws. Siblings have consecutive numbers."""
         return sorted({elder for node in nodes for elder in range(node - self.ranks[node][-1], node + 1)})
 
     def _expands(self, node: int) -> bool:
-        """Return True if children of a node are drawn."""
+        """Return True if the children of a node are to be drawn."""
         return self.ranks[node] in shape(self.budget) and self.odds[node] >= self.least
 
     def others(self, first: Sequence[int]) -> list[int]:
@@ -165,8 +168,8 @@ class Growth:
         ask: The request for a draft.
         nodes: The nodes.
         chosen: The nodes of the newest level that get children.
-        row_of: Node -> row, for each node that has been fed, in the order of rows. The row of the root is `NONE`, or 0
-            if the pending token is fed in the same pass as the tree.
+        row_of: Node -> row, for each node that has been fed, in the order of rows. The root's row is 0 if the pending
+            token is fed in the same pass as the tree, and `NONE` otherwise.
     """
 
     ask: Ask
@@ -198,13 +201,13 @@ class Growth:
         return [self.row_of[self.nodes.parents[node]] for node in self.fed]
 
     def feed(self) -> int:
-        """Assign the next rows to the chosen nodes. Return the first of these rows."""
+        """Assign the next rows to the chosen nodes, and return the first of these rows."""
         start = self.row_of[ROOT] + len(self.row_of)
         self.row_of.update((node, row) for row, node in enumerate(self.chosen, start))
         return start
 
     def descend(self) -> bool:
-        """Choose the newest nodes that get children. Return False if there are none."""
+        """Choose the nodes of the newest level that get children. Return False if there are none."""
         self._level += 1
         self.chosen = self.nodes.level(self._first) if self._level < self.nodes.budget.depth else []
         self._first = len(self.nodes.tokens)
@@ -216,23 +219,24 @@ class Growing(Drafter):
 
     Candidates are ranked with the sampler's noise, so the draft predicts the target's draws at any temperature. Each of
     the best `branch` nodes of a level gets `branch` children, and the best `nodes` nodes of the tree are kept. The
-    rules `rejection` and `block` need drawn candidates instead. The tree then has a fixed shape, except that unlikely
-    paths are not extended.
+    rules `rejection` and `block` need drawn candidates instead. For these rules, the tree has a fixed shape, except
+    that unlikely paths are not extended.
 
-    If `Ask.pace` is known, another level is grown only if it is expected to yield more tokens than decoding would in
-    the same time. Otherwise, a request's draft does not depend on the batch, if its logits do not.
+    If `Ask.pace` is known, another level is grown only if it is expected to yield more tokens than decoding would yield
+    in the same time. If it is not known, a request's draft does not depend on the batch, unless its logits do.
     """
 
     _level_seconds: float | None = None
-    """Mean time of a level, without the root's. None before the first level."""
+    """Mean seconds per level, without the root. None before the first level."""
 
     @abstractmethod
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return the part of the ask's budget that can be drafted now. With 0 nodes, the request is in no pass."""
+        """Return the part of the ask's budget that can be drafted now. If it has 0 nodes, the request takes part in no
+        pass."""
 
     @abstractmethod
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
-        """Feed all known tokens of these requests, including the pending tokens.
+        """Feed all tokens of these requests that have not been fed, including the pending tokens.
 
         Returns:
             For each request, the logits [1, V] after its pending token.
@@ -242,8 +246,8 @@ class Growing(Drafter):
     def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
         """Feed the `chosen` nodes of all these trees in one pass (see `pack_level`).
 
-        The parents of these nodes have been fed by `roots` or an earlier level. A request that is missing here has no
-        further levels in this round.
+        The parents of these nodes have been fed by `roots` or by an earlier level. If a request is missing here, its
+        tree is finished for this round.
 
         Returns:
             For each tree, the logits [len(chosen), V] after its chosen nodes, in order.
@@ -271,7 +275,8 @@ class Growing(Drafter):
 
     def _pays(self, growths: Sequence[Growth]) -> bool:
         """Return True if another level is worth its time, for all these trees together."""
-        # Growing a tree that has all its nodes adds no rows to verification, so it has no price.
+        # If a tree already has its maximum number of nodes, growing it adds no rows to verification, so the price does
+        # not apply.
         gain = sum(
             _NEXT * growth.nodes.promise(growth.chosen)
             - (growth.ask.price if len(growth.nodes.tokens) < growth.nodes.budget.nodes else 0.0)
@@ -312,12 +317,12 @@ def grow_trees(
 
 
 def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return the logits [counts[b], V] of the first rows of each slot b.
+    """Return, for each slot b, the logits [counts[b], V] of its first rows.
 
     Args:
         states: Hidden states [B, T, H].
         counts: Number of rows of each slot. Other rows are not computed.
-        logits: Output head. It always gets at least `MIN_ROWS` rows.
+        logits: Output head. It always receives at least `MIN_ROWS` rows.
     """
     real = torch.cat([line[:count] for line, count in zip(states, counts, strict=True)])
     filled = F.pad(real, (0, 0, 0, max(0, MIN_ROWS - len(real))))
@@ -325,7 +330,7 @@ def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], 
 
 
 def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
-    """Return the rows of one level: each tree's chosen nodes, after the rows of its earlier levels.
+    """Return the rows of one level: the chosen nodes of each tree, which follow the rows of its earlier levels.
 
     Args:
         growths: The trees.

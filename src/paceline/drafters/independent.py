@@ -1,4 +1,4 @@
-"""Trees from heads that predict each depth independently, and the best tree for given acceptance probabilities."""
+"""Trees from heads that predict each depth independently, and the best tree for known acceptance probabilities."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import Place, close, places
 
 Chance = Callable[[Place], float]
-"""Returns the probability that a place is accepted if its parent is accepted."""
+"""A function that returns the probability that a place is accepted, given that its parent is accepted."""
 
 
 def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
-    """Return the tree with the highest expected number of accepted tokens per round, with the best places first.
+    """Return the tree with the highest expected number of accepted tokens per round. The best places come first.
 
-    A place is accepted with the product of the probabilities on its path, and a round accepts the sum of these products
-    on average. A product is never higher than its parent's, so the places with the highest products form a tree, and no
-    other tree has a higher sum. Medusa (arXiv 2401.10774) and Sequoia (arXiv 2402.12374) use this greedy rule. Places
-    with probability 0 are omitted.
+    The probability that a place is accepted is the product of the probabilities on its path, and a round accepts, on
+    average, the sum of these products. A place's product is never higher than its parent's. So the places with the
+    highest products form a tree, and no other tree has a higher sum. Medusa (arXiv 2401.10774) and Sequoia (arXiv
+    2402.12374) use this greedy rule. Places with probability 0 are omitted.
 
     Args:
         chance: Acceptance probabilities. They must be at most 1.
@@ -45,8 +45,8 @@ def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
 def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
     """Return one request's draft.
 
-    It consists of the nodes with the highest probability, which is the product along the path. For an acceptance rule
-    that draws, the shape is fixed in advance (see `fixed`).
+    It consists of the likeliest nodes. A node's probability is the product along its path. For an acceptance rule that
+    draws, the shape is fixed in advance (see `fixed`).
 
     Args:
         ask: The request for a draft.
@@ -62,30 +62,30 @@ def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | 
 
 
 def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
-    """Return `widths[d]` candidates for each depth d, from its row of logits [D, V].
+    """Return `widths[d]` candidates for each depth d, ranked by its row of logits [D, V].
 
-    Logits processors see the path of the best candidates above. Other parents may get a child that a processor would
-    forbid there. This only wastes the node.
+    Logits processors see the path of the best candidates at smaller depths. Below other parents, a child may be one
+    that a processor would forbid. This only wastes the node.
 
-    Under the rules `rejection` and `block`, each depth draws once for all parents. The output distribution stays
-    correct for three reasons. Acceptance follows one path, so it sees the draws of a depth once. Its decisions above
-    that depth depend on other draws. And if a processor changes q because of tokens drawn above, the draws at this
-    depth still come from the changed q.
+    With the rules `rejection` and `block`, candidates are drawn once per depth, for all parents. The output
+    distribution stays correct for three reasons. Acceptance follows a single path, so it uses the draws of a depth
+    once. Its decisions at smaller depths depend on other draws. And if a processor changes q because of tokens that
+    were drawn at smaller depths, the draws at this depth come from the changed q.
     """
     ranked: list[Ranked] = []
     path: list[int] = []
     for row, width in zip(logits, widths, strict=False):
         ranked += ask.rank(row[None], [path], width, subset)
-        # If a depth has no candidates, the tree has no nodes below it, so any token can complete the path.
+        # If a depth has no candidates, the tree ends above it, so any token may complete the path.
         path.append(ranked[-1].tokens[0] if ranked[-1].tokens else 0)
     return ranked
 
 
 def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
-    """Return the tree of `best` for probabilities that decrease with the rank.
+    """Return the tree of `best`, for probabilities that decrease with the rank.
 
-    A node's first child and next sibling are never likelier than the node. It is therefore enough to consider these two
-    when the node is added, instead of all siblings at once.
+    A node's first child and its next sibling are never likelier than the node. When a node is added, it is therefore
+    enough to consider these two, instead of all siblings at once.
     """
     costs = [[-score for score in ranking.scores] for ranking in ranked]
     tokens: list[int] = []
@@ -116,7 +116,7 @@ class FixedTree:
     widths: tuple[int, ...]
 
     def draft(self, ranked: Sequence[Ranked]) -> Draft:
-        """Return the draft of the candidates of each depth. Places without a candidate are omitted."""
+        """Return the draft with these candidates, given by depth. Places without a candidate are omitted."""
         rows: list[int | None] = [0]
         tokens: list[int] = []
         parents: list[int] = []
@@ -135,7 +135,7 @@ class FixedTree:
 
 
 def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
-    """Return the places of a tree in which every descendant of an only child is an only child itself.
+    """Return the places of a smaller tree, where every descendant of an only child is itself an only child.
 
     `closed`: Places numbered without gaps, so that an only child has no sibling with rank 1.
     """
@@ -152,7 +152,7 @@ def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
 def fixed(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> FixedTree:
     """Return a tree of fixed shape.
 
-    A logits processor may leave a depth fewer candidates than places, depending on the draws above. The rule `block`
+    Depending on earlier draws, a logits processor may leave a depth with fewer candidates than places. The rule `block`
     verifies chains as a whole, so draws inside a chain must not decide whether it is a chain.
 
     Args:

@@ -1,4 +1,4 @@
-"""Trees from block drafters that predict a token from the previous token (DSpark, DFlash 2)."""
+"""Trees from block drafters whose predictions also depend on the previous token (DSpark, DFlash 2)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget
 
 _LEAST = 1e-6
-"""Minimum probability from a confidence head, so that its logarithm is finite."""
+"""Lower bound for the probability from a confidence head. It keeps the logarithm finite."""
 
 
 class Blocks:
-    """Grows the drafts of one round from the results of one pass. Each level costs only a small matrix product.
+    """Grows the drafts of a round from the results of a single pass. Each level then costs only a small matrix product.
 
-    If there is a confidence head, its probability that a depth's best token is accepted replaces the token's own
-    probability, and the scores of its siblings are shifted by the same amount. A chain therefore ends where the head
-    expects a rejection.
+    A confidence head estimates the probability that the best token at a depth is accepted. This estimate replaces the
+    token's own probability, and the scores of its siblings are shifted by the same amount. A chain therefore ends where
+    the confidence head expects a rejection.
     """
 
     def __init__(self, network: BlockNetwork, asks: Sequence[Ask], states: Tensor) -> None:
@@ -65,5 +65,5 @@ class Blocks:
 
 
 def _trusted(ranked: Ranked, best: float) -> Ranked:
-    """Return the candidates with all scores shifted so that the first is `best`."""
+    """Return the candidates with all scores shifted by the same amount, so that the first score is `best`."""
     return replace(ranked, scores=[score - ranked.scores[0] + best for score in ranked.scores])

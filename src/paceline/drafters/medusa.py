@@ -25,7 +25,7 @@ class Medusa(LastState):
     """Drafts with Medusa heads (arXiv 2401.10774). Head i predicts depth i + 1, independently of the nodes above.
 
     The tree has a fixed shape: `config.paths`, with the best places first, or the default of `tree.places`. A smaller
-    budget keeps the first places. All places of a depth take their tokens from the ranking of one head (see
+    budget keeps the first places. All places at the same depth take their tokens from the ranking of one head (see
     `independent.rank`).
     """
 
@@ -39,13 +39,13 @@ class Medusa(LastState):
 
         Raises:
             CorruptModel: If tensors are missing or do not fit the target.
-            UnsupportedModel: If the target does not give access to its output head.
+            UnsupportedModel: If the target does not expose its output head.
         """
         self._heads, self._depth, self._order = MedusaHeads(config, tensors, target), config.heads, config.paths
         self.draft = DraftBudget(15, config.heads, 4)
         if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
             whole = DraftBudget(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
-            # The best places come first. Beyond the nearly free rows, another row costs more than it gains.
+            # The best places come first. Beyond the rows that are nearly free, another row costs more than it gains.
             self.draft = whole.within(whole.depth, free_rows(target.device) - 1)
         super().__init__()
 

@@ -18,16 +18,17 @@ from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
 
 SHARED = 32
-"""Maximum number of tokens per request in a pass with other requests. Longer texts are first fed in separate passes,
-because all requests in a pass are padded to the longest."""
+"""Maximum number of tokens of a request in a pass with other requests. Longer texts are first fed in separate passes,
+because all requests in a pass are padded to the longest one."""
 READ = 128
-"""Maximum number of tokens of a text that one round reads in a separate pass, because all requests wait for it. Until
-the text has been read, it gets no drafts. (Rules other than `match` read all at once.)"""
+"""Maximum number of tokens of a text that a round reads in a separate pass, because all requests wait for it. Until the
+text has been read, it gets no drafts. With rules other than `match`, the whole text is read at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedText(Saved):
-    """Keys and values of a text in the draft model's tokens. `cache` holds the first `length` of `tokens`."""
+    """The keys and values of a text in the draft model's tokens. `cache` holds the first `length` tokens of
+    `tokens`."""
 
     tokens: tuple[int, ...]
     cache: Saved
@@ -44,7 +45,8 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         Args:
             model: The draft model.
             vocab_size: Size V of the target's vocabulary. Logits of a padded draft vocabulary are cut to it.
-            head_tokens: Tokens below V that the draft model's logits stand for, in ascending order. None for all.
+            head_tokens: The tokens below V that the columns of the draft model's logits stand for, in ascending order.
+                None for all tokens.
         """
         self._model, self._vocab = model, vocab_size
         self._subset = None if head_tokens is None else Subset(head_tokens, vocab_size)
@@ -75,8 +77,8 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         return [Draft(unread=count) if count else next(drafts) for count in unread]
 
     def _catch_up(self, ask: Ask) -> int:
-        """Read a part of the text if much of it is unread. Return the number of tokens that are left for later rounds.
-        It is 0 if this round can draft."""
+        """Read a part of the text if much of it is unread. Return the number of tokens that later rounds must read. It
+        is 0 if this round can draft."""
         if not self.limit(ask).nodes:
             return 0
         state = self._slots[ask.slot]
@@ -85,7 +87,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         while len(self._uncached(state)) > SHARED:
             if not self._copy_prompt(state):
                 self._read_prompt(state)
-            # With other rules, the text depends on the drafts, and so they must not depend on what was read earlier.
+            # With other rules, the text depends on the drafts, so the drafts must not depend on what was read earlier.
             if ask.sampler.rule == "match" and (left := len(self._uncached(state))) > SHARED:
                 return left
         return 0
@@ -98,7 +100,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         self._cache.commit(rows, [range(1, len(chunk))])
 
     def _uncached(self, state: CachedSlot) -> list[int]:
-        """Return the tokens that are not cached yet, at least the pending one."""
+        """Return the tokens that are not cached yet. At least the pending token is among them."""
         return state.token_ids[self._cache.lengths[state.cache_slot] :]
 
     def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
@@ -108,15 +110,15 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         lengths = [self._cache.lengths[slot] for slot in slots]
         drafts = [Draft.chain(tokens[1:]) for tokens in rest]
         rows = pack([tokens[0] for tokens in rest], drafts, slots, lengths, self._model.device)
-        # If all requests feed the same number of tokens, the output head computes only the last row.
+        # If all requests feed the same number of tokens, the output head needs to compute only the last row.
         even = all(len(tokens) == rows.tokens.shape[1] for tokens in rest)
         logits = self._model.forward(rows, self._cache, Want("last" if even else "all")).logits
         self._cache.commit(rows, [range(1, len(tokens)) for tokens in rest])
         return [line[-1:] if even else line[len(tokens) - 1 :][:1] for line, tokens in zip(logits, rest, strict=True)]
 
     def _copy_prompt(self, state: CachedSlot) -> bool:
-        """Copy keys and values from a request with the same prompt, so that only one sample of a prompt reads it.
-        Return False if no request has read more of it."""
+        """Copy keys and values from a request with the same prompt, so that only one of several samples reads the
+        prompt. Return False if no request has read more of it."""
         slot, lengths, prompts = state.cache_slot, self._cache.lengths, self._cache.prompts
         most = min(prompts[slot], len(state.token_ids) - 1)
         for other in self._slots.values():

@@ -14,28 +14,28 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 _ID_BITS = 32
 """Token ids are below 2**31, so id + 1 is a digit from 1 to 2**32 - 1."""
 _FREE = 3
-"""Number of tokens drafted for any match. A pass of four rows costs as much as a pass of two."""
+"""Minimum number of tokens to draft for a match. A pass of four rows costs as much as a pass of two rows."""
 _KEPT = 1 << 15
-"""Number of latest tokens that are always indexed. At most twice this number is indexed, which bounds
-memory (about 0.4 kB per token)."""
+"""Number of latest tokens that are always indexed. At most twice this number is indexed, which bounds the memory (about
+0.4 kB per token)."""
 
 
 class NGram(Drafter):
-    """Looks up the last n tokens of prompt and output, and drafts a chain of the tokens that followed them.
+    """Looks up the last n tokens of the text, and drafts a chain of the tokens that followed them earlier.
 
     The longest match with `min_n` <= n <= `max_n` is used. This is prompt lookup (Saxena 2023,
-    https://github.com/apoorvumang/prompt-lookup-decoding) with three differences. The most *recent* of several matches
-    is used. An index keeps the cost per token at O(max_n), independent of the length of the text. And the draft length
-    depends on the match, because long matches are right more often: a match of n tokens drafts 2n, but at least three,
-    and a match of `max_n` tokens uses the whole budget. A continuation that reaches the end of the text repeats itself,
-    so that repetitive text fills the budget.
+    https://github.com/apoorvumang/prompt-lookup-decoding) with three differences. If there are several matches, the
+    most *recent* is used. An index keeps the cost per token at O(max_n), independent of the length of the text. And the
+    draft length depends on the match, because long matches are right more often: a match of n tokens drafts 2n tokens,
+    but at least three, and a match of `max_n` tokens uses the whole budget. If a continuation reaches the end of the
+    text, it repeats itself, so repetitive text fills the budget.
 
     Args:
         max_n: Maximum n, at most 64.
         min_n: Minimum n, at least 1.
 
     Raises:
-        InvalidOption: Unless 1 <= min_n <= max_n <= 64.
+        InvalidOption: If the two numbers do not satisfy 1 <= min_n <= max_n <= 64.
     """
 
     free = True
@@ -71,7 +71,7 @@ class NGram(Drafter):
 def _continuation(ask: Ask, index: _Index, path: Sequence[int]) -> list[int]:
     """Return the tokens to draft after the text and the drafted tokens `path`.
 
-    If `ask.sure` is set, only matches of `max_n` tokens are good enough.
+    If `ask.sure` is above 0, only matches of `max_n` tokens are good enough.
     """
     index.catch_up()
     n, start = index.lookup(path)
@@ -90,14 +90,14 @@ def _continuation(ask: Ask, index: _Index, path: Sequence[int]) -> list[int]:
 class _Index:
     """Index of the n-grams of a text.
 
-    It holds only n-grams that end before the text's last token, so the n-gram at the end never finds itself.
+    It contains only n-grams that end before the text's last token, so the n-gram at the end never finds itself.
 
     Attributes:
         text: The text.
         min_n: Minimum n.
         max_n: Maximum n.
         follows: Key of an n-gram -> index of the token after its latest occurrence.
-        older: `follows` of the tokens before.
+        older: The same for the tokens before these.
         done: Number of tokens that have been indexed.
     """
 
@@ -109,7 +109,7 @@ class _Index:
     done: int = 0
 
     def catch_up(self) -> None:
-        """Index the tokens added since the last call. O(max_n) per token."""
+        """Index the tokens that were added since the last call. This takes O(max_n) time per token."""
         for end in range(self.done + 1, len(self.text)):
             for key in self._keys(self.text, end):
                 self.follows[key] = end
@@ -121,20 +121,20 @@ class _Index:
         """Find the longest earlier occurrence of the last tokens of the text followed by `path`.
 
         Returns:
-            The length of the match, and the index of the token after its occurrence. (0, 0) if there is none.
+            The length of the match, and the index of the token after it, or (0, 0) if there is no match.
         """
         best = (0, 0)
         end = [*self.text[-self.max_n :], *path]
         for n, key in enumerate(self._keys(end, len(end)), self.min_n):
             start = self.follows.get(key) or self.older.get(key)
             if start is None:
-                # A longer n-gram contains this one, so it does not occur either.
+                # Longer n-grams contain this one, so they do not occur either.
                 break
             best = (n, start)
         return best
 
     def _keys(self, text: Sequence[int], end: int) -> Iterator[int]:
-        """Yield the keys of the n-grams before index `end`, shortest first.
+        """Yield the keys of the n-grams that end before index `end`, shortest first.
 
         A key is a number in base 2**32 without a digit 0, so different n-grams have different keys.
         """

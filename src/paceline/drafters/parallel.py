@@ -21,8 +21,9 @@ _DEPTH = 8
 class ParallelEagle(Eagle):
     """Drafts with mask rows after the newest row of an EAGLE-3 head's cache.
 
-    A mask row has the mask token and a learned state instead of the token and the features that are not known yet. It
-    attends to the mask rows before it, and predicts one token further ahead. Mask rows are not kept in the cache.
+    A mask row has the mask token and a learned state, in place of a token and features that are not known yet. It also
+    attends to the mask rows before it, and predicts the token that is one further ahead. Mask rows are not kept in the
+    cache.
 
     Source: speculators, `models/peagle/`.
     """
@@ -40,7 +41,7 @@ class ParallelEagle(Eagle):
         ]
 
     def _guess(self, growths: Sequence[Growth]) -> list[Tensor]:
-        """Return the logits [depth, C] of the tokens after each request's pending token."""
+        """Return, for each request, the logits [depth, C] of the tokens after its pending token."""
         first = self.roots(growths)
         more = max(growth.nodes.budget.depth for growth in growths) - 1
         if not more or self._net.mask is None:

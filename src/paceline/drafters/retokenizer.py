@@ -11,21 +11,21 @@ from typing import Protocol
 from paceline.drafters.vocab_map import VocabMap
 
 _OPEN, _KEPT, _BEFORE = 400, 80, 80
-"""Lengths in characters: the maximum that is encoded again each round, the minimum that stays open after a cut, and the
-context that is encoded before the open part, so that no token depends on the cut."""
+"""Lengths in characters: the maximum that is encoded again in each round, the minimum that stays open after a cut, and
+the context that is encoded before the open part so that no token depends on the cut."""
 _TRIES = 4
-"""Number of cuts to try at spaces, and then at any character."""
+"""Number of cuts to try at spaces, and number of cuts to try then at any character."""
 _TAIL = 12
-"""Number of committed target tokens encoded together with drafted text, so that it is tokenized as their
+"""Number of committed target tokens that are encoded together with drafted text, so that the text is tokenized as their
 continuation."""
 _WORD = re.compile(r"(?<=\S)(?=\s)")
 
 
 class TokenReader(Protocol):
-    """Reader of target tokens, a few at a time."""
+    """Reads target tokens, a few at a time, and converts them to draft tokens."""
 
     ids: list[int]
-    """Draft tokens of everything that has been read."""
+    """The draft tokens for everything that has been read."""
 
     def read(self, tokens: Sequence[int]) -> int:
         """Read more target tokens. Return the number of old ids that are still valid."""
@@ -33,7 +33,8 @@ class TokenReader(Protocol):
 
 
 class TokenMapper:
-    """Reader that maps each token to the same token, or to several with the same bytes. Its ids never change later.
+    """A reader that maps each target token to the same draft token, or to several draft tokens with the same bytes. Its
+    ids never change later.
 
     Args:
         vocab_map: The mapping between the vocabularies.
@@ -52,12 +53,12 @@ class TokenMapper:
 
 
 class Retokenizer:
-    """Reader that encodes the text with the draft model's tokenizer. Only its last tokens may change later.
+    """A reader that encodes the text with the draft model's tokenizer. Only its last ids may change later.
 
     The cost of a round does not grow with the text, because only the end of the text is encoded again. This end begins
-    at a cut that further text does not move, which is found by trying. Some characters before the cut are encoded as
-    well, because tokenizers may treat the beginning of a text differently. Incomplete characters wait for their last
-    byte.
+    at a cut at which more text does not change the tokens before it. Such a cut is found by trial. Some characters
+    before the cut are encoded as well, because tokenizers may treat the beginning of a text differently. Incomplete
+    characters wait for their last byte.
     """
 
     def __init__(self, vocab_map: VocabMap) -> None:
@@ -66,7 +67,7 @@ class Retokenizer:
         self._begin()
 
     def _begin(self) -> None:
-        """Settle everything that has been read so far. Settled tokens never change."""
+        """Settle all tokens that have been read so far. Settled tokens never change."""
         self._settled = len(self.ids)
         self._before = self._open = ""
         self._bytes = getincrementaldecoder("utf-8")("replace")
@@ -100,7 +101,7 @@ class Retokenizer:
         return encode(self._before + text, special=False)[len(encode(self._before, special=False)) :]
 
     def _settle(self) -> None:
-        """If the open part is long, settle all but its end."""
+        """If the open part is long, settle everything except its end."""
         if len(self._open) <= _OPEN:
             return
         last = len(self._open) - _KEPT
@@ -118,8 +119,8 @@ class Retokenizer:
 def continuation(vocab_map: VocabMap, text: Sequence[int], drafted: bytes) -> list[int]:
     """Encode drafted text as target tokens that continue a text.
 
-    The end of the text is encoded together with `drafted`. If a token spans both, its part of `drafted` is spelled in
-    other tokens.
+    The end of the text is encoded together with `drafted`. If a token spans both, the part that belongs to `drafted` is
+    spelled in other tokens.
 
     Args:
         vocab_map: The mapping between the vocabularies.
@@ -143,8 +144,8 @@ def continuation(vocab_map: VocabMap, text: Sequence[int], drafted: bytes) -> li
     if drafted and tokens and vocab_map.target_bytes.get(tokens[-1], b"").endswith(drafted):
         return vocab_map.speller.spell(drafted) + found
     if drafted:
-        # The tokenizer normalises text (lower case, NFC), so bytes do not match. Compare with the tokens of only the
-        # tail instead.
+        # The tokenizer normalises text (lower case, NFC), so bytes do not match. Compare with the tokens of the tail
+        # without `drafted` instead.
         before, found = encode(tail.decode(errors="ignore"), special=False), tokens + found
         found = found[len(before) :] if found[: len(before)] == before else []
     return list(takewhile(vocab_map.target_bytes.__contains__, found))

@@ -13,8 +13,8 @@ from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 SURE = 0.5
-"""Probability above which a lookup's first token is worth more than a learned drafter's, which takes time
-(docs/notes/drafters.md#cascades)."""
+"""Probability above which the first token of a lookup is worth more than the first token of a learned drafter, which
+takes time (docs/notes/drafters.md#cascades)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class SavedStack(Saved):
     """The saved state of each drafter.
 
     Attributes:
-        parts: State of each drafter. None if it has none.
-        needed: States of the drafters that need the past (`Drafter.needs_past`).
+        parts: The state of each drafter, or None for a drafter without a state.
+        needed: The states of the drafters that need the past (`Drafter.needs_past`).
     """
 
     parts: tuple[Saved | None, ...]
@@ -37,10 +37,11 @@ class DrafterStack(Drafter):
     """Asks several drafters in order. A later drafter is asked only for the requests that have no draft yet.
 
     A lookup before a learned drafter proposes only if it is sure (`Ask.sure`). It also extends the learned drafter's
-    chain if it finds a match at the end (`Drafter.extend`). All drafters observe every token, so each can draft in any
-    round. No drafter is asked for more than its own `draft` budget, because a lookup drafts for free, but a draft model
-    needs a pass per token. The stack's budget has room for any of them. Lookups and learned drafters are separate parts
-    with their own budgets, because their costs are unrelated. A drafter may belong to only one stack.
+    chain if it finds a match at the chain's end (`Drafter.extend`). All drafters observe every token, so each of them
+    can draft in any round. No drafter is asked for more than its own `draft` budget, because a lookup drafts for free,
+    but a draft model needs a pass per token. The stack's budget has room for the draft of any of its drafters. Lookups
+    and learned drafters are separate parts with their own budgets, because their costs are unrelated. A drafter may
+    belong to only one stack.
 
     Args:
         drafters: The drafters, at least one.
@@ -121,8 +122,8 @@ class DrafterStack(Drafter):
         for drafter, part in zip(self._drafters, self._part_of, strict=True):
             self._fill(drafts, asks, drafter, part, learned if drafter.free else None)
         if learned is not None:
-            # The learned drafter may have no draft, for example if hidden states are missing. Ask the lookups again,
-            # without requiring them to be sure.
+            # The learned drafter may have no draft, for example because hidden states are missing. In this case, ask
+            # the lookups again, without requiring them to be sure.
             for drafter in self._drafters:
                 if drafter.free:
                     self._fill(drafts, asks, drafter, learned)
@@ -138,8 +139,8 @@ class DrafterStack(Drafter):
             asks: The requests for drafts.
             drafter: The drafter to ask.
             part: The part whose allowance applies.
-            later: The part of a learned drafter that is asked later, so that this one must be sure. None if there is
-                none.
+            later: The part of the learned drafter that is asked after this drafter, which must therefore be sure. None
+                if there is no such part.
         """
         asked = dict[int, Ask]()
         for i, ask in enumerate(asks):
@@ -155,7 +156,7 @@ class DrafterStack(Drafter):
             )
 
     def _extended(self, ask: Ask, draft: Draft) -> Draft:
-        # For acceptance rules that draw, either all tokens of a chain are drawn or none.
+        # For acceptance rules that draw, a chain must not mix drawn tokens with other tokens.
         if not draft.tokens or ask.draws or draft.parents != (*range(len(draft.tokens)),):
             return draft
         own = len(draft.tokens)
@@ -173,7 +174,7 @@ class DrafterStack(Drafter):
 
 
 class DrafterWrapper(DrafterStack):
-    """A stack of one drafter that forwards every call to it. Override methods to observe or change calls."""
+    """A stack with a single drafter, which forwards every call to it. Override methods to observe or change calls."""
 
     def __init__(self, inner: Drafter) -> None:
         super().__init__([inner])
@@ -193,7 +194,7 @@ def _allowance(ask: Ask, part: int) -> Allowance:
 
 
 def _part(drafters: Sequence[Drafter]) -> DrafterPart:
-    """Return the part that consists of these drafters, which are all lookups or all learned."""
+    """Return the part that consists of these drafters. They must all be lookups, or all be learned drafters."""
     return DrafterPart(_widest(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
 
 

@@ -1,4 +1,4 @@
-"""Suffix lookup: draft chains and trees from repeats of this text or of earlier replies."""
+"""Suffix lookup: draft chains and trees from repetitions of this text or of earlier replies."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 from paceline.verify.tree import MIN_ROWS
 
 # These values were tuned by replaying 438 recorded answers (docs/notes/drafters.md#lookup-drafters-tuned-offline).
-# Small changes to any of them hardly change the estimated speed.
+# Small changes to any of these values hardly change the estimated speed.
 _DOUBT = 2.0
-"""Evidence (match length times mean count) at which a context is right half of the time."""
+"""The evidence (match length times mean count) that makes a context right half of the time."""
 _RECENT = 0.5
-"""Bonus of the latest continuation, in occurrences."""
+"""Bonus for the latest continuation, in occurrences."""
 _LEVELS = 4
-"""Maximum number of contexts evaluated per node, longest first."""
+"""Maximum number of contexts to evaluate per node, longest first."""
 _CERTAIN = 0.9
-"""Trust above which shorter contexts are not evaluated."""
+"""If the trust in a context exceeds this number, shorter contexts are not evaluated."""
 _FOLLOWERS = 16
-"""Maximum number of continuations evaluated per context, most recent first."""
+"""Maximum number of continuations to evaluate per context, most recent first."""
 _CONTINUED = 0.4
-"""Minimum probability of a token that extends another drafter's chain. The chain may already be wrong at its end."""
+"""Minimum probability of a token that extends another drafter's chain. It is high, because the chain itself may be
+wrong."""
 _REMATCH = 64
 """Number of tokens to look up again after the memory has started over."""
 _END = -1
-"""Separator after each remembered text. No token has this id, so no match crosses it."""
+"""The separator after each remembered text. No token has this id, so no match crosses the separator."""
 
 Context = tuple[SuffixAutomaton, int, int]
-"""An automaton, a state in it, and the length in tokens of the match that led to the state."""
+"""An automaton, a state of it, and the length, in tokens, of the match that led to this state."""
 
 
 class Suffix(Drafter):
-    """Finds the longest suffix of the text that occurred before, and drafts the most probable continuations.
+    """Finds the longest suffix of the text that has occurred before, and drafts its most probable continuations.
 
     It combines the online automaton of SAM decoding (arXiv 2411.10666) with a tree as in SuffixDecoding (arXiv
-    2411.04975). The most probable node of the whole tree is added next, until the budget is full or the probability is
-    below `floor`, so reliable matches get longer drafts. A continuation that reaches the end of the text continues from
-    the longest repeated suffix, so that repetitive text fills the budget.
+    2411.04975). The most probable node of the whole tree is always added next, until the budget is full or the
+    probability is below `floor`. So reliable matches get longer drafts. If a continuation reaches the end of the text,
+    it goes on from the longest repeated suffix, so repetitive text fills the budget.
 
     Args:
-        remember: True to draft also from replies to earlier requests, including requests of other users.
+        remember: True to draft from the replies to earlier requests as well, including requests of other users.
         limit: Maximum number of tokens per text (about 0.6 kB each), at least 2. When it is exceeded, the older half is
             dropped.
-        floor: Minimum probability of a node, 0 to 1. 0 fills every budget. The default is for targets whose passes take
-            about 4 % longer per row.
-        memory: Maximum number of remembered tokens, at least 2, if `remember` is True. None is `limit`.
+        floor: Minimum probability of a node, 0 to 1. With 0, every budget is filled. The default suits targets whose
+            passes take about 4 % longer for each additional row.
+        memory: Maximum number of remembered tokens, at least 2, if `remember` is True. None for the same number as
+            `limit`.
 
     Raises:
         InvalidOption: If `limit`, `floor` or `memory` is out of range, or if `memory` is given without `remember`.
@@ -97,7 +99,7 @@ class Suffix(Drafter):
             self._finished.append(state.reply)
 
     def learn(self, reply: Sequence[int]) -> None:
-        """Add a reply of an earlier process to the memory. Call it before the first request."""
+        """Add a reply from an earlier process to the memory. Call this before the first request."""
         if self._memory:
             self._finished.append(deque(reply, maxlen=self._limit))
             self._remember(self._memory)
@@ -108,8 +110,8 @@ class Suffix(Drafter):
         return [self._draft(ask, len(asks)) for ask in asks]
 
     def _remember(self, memory: SuffixAutomaton) -> None:
-        """Add finished replies to the memory. All requests share it, so it is cleared if an error or an interrupt
-        leaves it incomplete."""
+        """Add finished replies to the memory. All requests share the memory, so it is cleared if an error or an
+        interrupt leaves it incomplete."""
         try:
             while self._finished:
                 memory.extend(self._finished.pop(0))
@@ -131,7 +133,8 @@ class Suffix(Drafter):
         contexts = self._slots[ask.slot].contexts(self._memory)
         if ask.sure and not any(share >= ask.sure for _, share in likeliest(contexts, 1)):
             return Draft()
-        # For acceptance rules that draw, the text depends on the drafts, so these must not depend on the batch size.
+        # For acceptance rules that draw, the text depends on the drafts, so the drafts must not depend on the batch
+        # size.
         free = 0 if ask.sure else -(-MIN_ROWS // (1 if ask.draws else together)) - 1
         return grow(contexts, ask.budget, max(self._floor, ask.price), free)
 
@@ -141,12 +144,12 @@ class _SuffixSlot:
     """One request.
 
     Attributes:
-        automaton: Automaton of the text.
-        unread: Tokens that are not in `automaton` yet.
+        automaton: The automaton of the text.
+        unread: The tokens that have not been added to `automaton` yet.
         reply: The reply so far and the token before it. None if replies are not remembered.
-        state: State of the text in the memory.
-        length: Length of the match that led to this state.
-        generation: Generation of the memory that `state` belongs to.
+        state: The state of the text in the memory's automaton.
+        length: Length of the match that led to this state, in tokens.
+        generation: The memory's generation to which `state` belongs.
     """
 
     automaton: SuffixAutomaton
@@ -157,7 +160,8 @@ class _SuffixSlot:
     generation: int = 0
 
     def contexts(self, memory: SuffixAutomaton | None) -> list[Context]:
-        """Read new tokens, and return the text's context in each automaton. O(1) amortised per token."""
+        """Read new tokens, and return the text's context in each automaton. This takes amortised O(1) time per
+        token."""
         tokens, self.unread = self.unread, []
         self.automaton.extend(tokens)
         here = (self.automaton, *self.automaton.context())
@@ -173,13 +177,13 @@ class _SuffixSlot:
 
 
 def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int = MIN_ROWS - 1) -> Draft:
-    """Return the draft after some contexts, with the most probable nodes first.
+    """Return a draft that continues these contexts. The most probable nodes come first.
 
     Args:
         contexts: The contexts of the text.
         budget: Maximum size of the draft.
         floor: Minimum acceptance probability of a node.
-        free: Number of nodes drafted regardless of `floor`. They cost nothing, since a pass has at least `MIN_ROWS`
+        free: Number of nodes to draft regardless of `floor`. They cost nothing, because a pass has at least `MIN_ROWS`
             rows.
     """
     tokens: list[int] = []
@@ -189,7 +193,7 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
     while len(tokens) < budget.nodes:
         if depth < budget.depth:
             for token, share in likeliest(contexts, budget.branch):
-                # The serial number breaks ties in favour of the older node, and keeps contexts from being compared.
+                # The serial number decides ties in favour of the older node, so that contexts are never compared.
                 serial += 1
                 heappush(heap, (-share * chance, serial, token, row, depth + 1, contexts))
         if not heap:
@@ -206,11 +210,11 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
 
 
 def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]:
-    """Return up to `most` next tokens with their estimated probabilities, most probable first.
+    """Return up to `most` next tokens and their estimated probabilities, the most probable token first.
 
-    The longest context is evaluated first. The share of probability that it is not trusted with goes to the next
-    shorter context, as in prediction by partial matching (Cleary and Witten 1984). Unlike there, trust also grows with
-    the length of the match.
+    The longest context is evaluated first. The probability that is not assigned by it, because it is not fully trusted,
+    goes to the next shorter context, as in prediction by partial matching (Cleary and Witten 1984). In contrast to that
+    method, trust also grows with the length of the match.
     """
     found: dict[int, float] = {}
     rest = 1.0
@@ -231,7 +235,7 @@ def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]
 
 
 def _longest(contexts: Sequence[Context]) -> int:
-    """Return the index of the longest match, or of the first one if there is a tie."""
+    """Return the index of the longest match. In a tie, return the first index."""
     if len(contexts) == 1 or contexts[0][2] >= contexts[1][2]:
         return 0
     return 1
@@ -244,7 +248,7 @@ def _weigh(found: dict[int, float], followers: Sequence[tuple[int, int]], length
         found: Token -> its probability so far. It is changed in place.
         followers: The followers of the context as (token, count), most recent first.
         length: Length of the match in tokens.
-        rest: Remaining probability.
+        rest: The probability that remains to be distributed.
 
     Returns:
         The trust in the context, 0 to 1, which is the share of `rest` that was distributed.

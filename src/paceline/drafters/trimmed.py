@@ -28,12 +28,13 @@ _LARGE = 1 << 16
 """Vocabulary size above which "auto" trims the head."""
 _LOWEST = 3 << 14
 """Number of tokens that "auto" keeps. It keeps the lowest ids, because tokenizers number merges in order of frequency.
-In answers of Qwen2.5-Coder 1.5B, 3 % of the tokens have higher ids. With 32k tokens it would be 6 %, with 16k 11 %
-(docs/notes/drafters.md#trimmed-output-heads)."""
+In answers of Qwen2.5-Coder 1.5B, 3 % of the tokens have higher ids. If only 32k tokens were kept, it would be 6 %, and
+with 16k tokens 11 % (docs/notes/drafters.md#trimmed-output-heads)."""
 _FREQUENT = 1 << 15
-"""Number of tokens to keep if a file of answers shows which are frequent."""
+"""Number of tokens to keep if a file of answers shows which tokens are frequent."""
 _LIMIT = 16 * MIB
-"""Maximum number of bytes to read from a file of answers. This is about four million tokens, and takes about 4 s."""
+"""Maximum number of bytes to read from a file of answers. They hold about four million tokens, and reading them takes
+about 4 s."""
 
 
 def check_draft_vocab(wanted: DraftVocab) -> None:
@@ -51,7 +52,7 @@ def check_draft_vocab(wanted: DraftVocab) -> None:
 def head_tokens(wanted: DraftVocab, target: Loaded, tokenizer: Tokenizer, size: int) -> Tensor | None:
     """Choose the tokens that a drafter's output head scores.
 
-    EOS tokens are always kept. If the drafter's vocabulary differs from the target's, the head is not trimmed.
+    EOS tokens are always kept. The head is not trimmed if the drafter's vocabulary differs from the target's.
 
     Args:
         wanted: The option `draft_vocab`.
@@ -60,7 +61,7 @@ def head_tokens(wanted: DraftVocab, target: Loaded, tokenizer: Tokenizer, size: 
         size: Number of tokens of the drafter's head.
 
     Returns:
-        int64, ascending. None if all tokens are kept.
+        Token ids, int64, in ascending order. None if all tokens are kept.
 
     Raises:
         InvalidOption: If the number of tokens is not possible.
@@ -79,7 +80,7 @@ def head_tokens(wanted: DraftVocab, target: Loaded, tokenizer: Tokenizer, size: 
 
 
 def _answers(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[list[int]]:
-    """Yield the token ids below `size` of each answer in the first `_LIMIT` bytes of a file.
+    """Yield, for each answer in the first `_LIMIT` bytes of a file, its token ids below `size`.
 
     The rows have the format of answers of `paceline train`: {"answer": text, "token_ids"?: [...]}. Raises
     `InvalidData`.

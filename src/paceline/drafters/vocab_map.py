@@ -1,4 +1,4 @@
-"""Mapping between two vocabularies: tokens with the same text, and spellings of the other tokens."""
+"""A mapping between two vocabularies: tokens with the same text, and spellings for all other tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class VocabMap:
                 yield self._names.get(token, "").encode(errors="replace")
 
     def respell(self, token: int) -> tuple[int, ...]:
-        """Return draft tokens that spell a target token. Empty if it has no text."""
+        """Return draft tokens that spell a target token. The result is empty if the token has no text."""
         if token not in self._spelled:
             self._spelled[token] = tuple(self._in_draft(token))
         return self._spelled[token]
@@ -124,7 +124,7 @@ def _token_bytes(model: Loaded) -> dict[int, bytes]:
 
 
 def _ends(model: Loaded) -> list[int]:
-    """Return the ids of EOS tokens, with the tokenizer's own first."""
+    """Return the ids of EOS tokens. The tokenizer's own EOS token comes first."""
     own = model.tokenizer.eos_token_id
     return list(dict.fromkeys([*([] if own is None else [own]), *model.eos]))
 

@@ -1,4 +1,4 @@
-"""Cost estimates from a stream of measurements, with less weight for older ones."""
+"""Cost estimates from a stream of measurements. Older measurements have less weight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from math import inf
 _MEMORY = 0.98
 """Decay of a measurement per round."""
 _MAX_WEIGHT = 8.0
-"""Maximum weight of a mean, in measurements, because a machine's speed drifts."""
+"""Maximum weight of a mean, in measurements. It is low because a machine's speed drifts."""
 _LEAST_SECONDS = 1e-9
 """Minimum of a measured time. A coarse clock may measure 0, but some costs are divisors."""
 _OUTLIER = 1.5
-"""Measurements are clipped to this multiple of the mean, because other programs may run on the machine."""
+"""Measurements are clipped to this multiple of the mean, because other programs may slow the machine down for a
+moment."""
 
 
 class Fading:
@@ -25,9 +26,9 @@ class Fading:
         """Make a mean.
 
         Args:
-            value: A first guess that counts as one measurement. Outliers are then not clipped, so the quantity may
-                jump. If None, outliers are clipped. The first measurement (warm-up) then only limits the second,
-                which may be an outlier too.
+            value: A first guess, which counts as one measurement. With a guess, outliers are not clipped, so the mean
+                follows a quantity that jumps. Without one, outliers are clipped, and the first measurement (warm-up) is
+                only an upper limit for the second, which may be an outlier too.
         """
         self.value = value or 0.0
         self._warm = value is not None
@@ -40,7 +41,7 @@ class Fading:
         return self._weight > 0
 
     def add(self, measured: float, round: int) -> None:
-        """Add a measurement. `round`: Its round. Measurements of earlier rounds count less."""
+        """Add a measurement made in round `round`. Measurements of earlier rounds then count less."""
         if not self._warm:
             self._warm, self.value = True, measured
             return
@@ -59,8 +60,8 @@ class Fading:
 class Curve:
     """Seconds as a non-decreasing function of size, interpolated between measurements.
 
-    A size never costs more than a larger size. Otherwise, a size whose only measurement is an outlier might never be
-    tried again.
+    The curve never lets a size cost more than a larger size. Otherwise, one outlier could make a size look so expensive
+    that it is never tried again.
     """
 
     def __init__(self, slope: float) -> None:
@@ -68,7 +69,8 @@ class Curve:
         self._slope = slope
         self._seen: dict[int, Fading] = {}
         self._points: tuple[list[int], list[float]] = [], []
-        """Sizes and their seconds, as one attribute, so that an interrupt cannot leave lists of unequal length."""
+        """Sizes and their seconds. They are one attribute, so that an interrupt cannot leave lists of unequal
+        length."""
 
     @property
     def known(self) -> bool:
@@ -88,7 +90,7 @@ class Curve:
         self._points = sizes, [*falling][::-1]
 
     def at(self, size: float) -> float:
-        """Return the seconds of a size. Before any measurement, return its cost relative to size 0."""
+        """Return the expected seconds for a size. Before any measurement, return its cost relative to size 0."""
         sizes, seconds = self._points
         if not sizes:
             return 1.0 + self._slope * size

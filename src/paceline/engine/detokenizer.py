@@ -1,4 +1,4 @@
-"""Streaming conversion of tokens to text: complete characters, stop strings, and the end of a reply."""
+"""Conversion of tokens to text while a reply is generated: complete characters, stop strings, and the reply's end."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ Origin = Literal["draft", "correction", "bonus", "plain"]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER = 4
-"""Maximum number of bytes, and therefore of tokens, of a character in UTF-8."""
+"""Maximum number of bytes in a UTF-8 character, and therefore of tokens."""
 _UNFINISHED = 2 * _CHARACTER
-"""Maximum number of tokens that wait for the rest of a character. If there are more, they are not UTF-8, and are shown
+"""Maximum number of tokens that wait for the rest of a character. More tokens cannot be valid UTF-8, so they are shown
 as U+FFFD."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities (natural logarithms) at one token, before any penalty, ban, temperature or truncation.
+    """Log-probabilities (natural logarithms) at the position of one token, before any penalty, ban, temperature or
+    truncation.
 
     Attributes:
-        chosen: Log-probability of the token.
-        top: Token id and log-probability of the likeliest tokens, likeliest first. They include the token only if it is
-            likely enough.
+        chosen: Log-probability of the reply's token.
+        top: Token ids and log-probabilities of the likeliest tokens, likeliest first. The reply's token is among them
+            only if it is likely enough.
     """
 
     chosen: float
@@ -45,16 +46,16 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One token of a streamed reply. The texts of all chunks join to the text of the reply.
+    """One token of a streamed reply. The texts of all chunks, joined, are the text of the reply.
 
     Attributes:
-        text: New text. It is empty if the token is part of a character, or is held back because a stop string may begin
-            there. It may also contain text that was held back before.
-        token_id: The token.
+        text: New text. It is empty if the token is only part of a character, or if its text is held back because it may
+            begin a stop string. It also contains text that was held back before and is now released.
+        token_id: Id of the token.
         origin: Origin of the token (see `Origin`).
         finish_reason: Why the reply ended. Only the last chunk has it.
         logprobs: Log-probabilities, if they were requested.
-        stop: The stop string that ended the reply.
+        stop: The stop string that ended the reply, or None.
     """
 
     text: str
@@ -71,21 +72,22 @@ class Chunk:
 
 
 class Detokenizer:
-    """Decodes a text token by token. The pieces join to `decode(all tokens)`, and no piece ends inside a character.
+    """Decodes a text token by token. The pieces, joined, equal `decode(all tokens)`, and no piece ends inside a
+    character.
 
-    Only invalid UTF-8 may be shown differently, since some tokenizers also replace bytes around it.
+    The only exception is invalid UTF-8, because some tokenizers also replace bytes next to it.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        # A token may decode differently at the start of a text. Each piece is therefore the difference between two
-        # decodings that begin with the same few tokens.
+        # A token may decode differently at the start of a text. So each piece is the difference between two decodings
+        # that begin with the same few tokens.
         self._window: list[int] = []
         self._shown = ""
         self._fresh = 0
 
     def push(self, token: int) -> str:
-        """Add a token. Return the text that it completes, which is empty while a character is incomplete."""
+        """Add a token, and return the text that it completes. The text is empty while a character is incomplete."""
         self._window = [*self._window, token]  # a new list, because copies of this object share the old one
         self._fresh += 1
         text = self._decode(self._window)
@@ -116,15 +118,15 @@ class Detokenizer:
         return piece
 
     def _characters(self, held: int) -> int:
-        """Return the number of characters if the window is cut before its last `held` tokens. The fewest means that no
-        character is cut in two."""
+        """Return the number of characters that the window has if it is cut before its last `held` tokens. The cut with
+        the fewest characters does not split a character."""
         return len(self._decode(self._window[:-held])) + len(self._decode(self._window[-held:]))
 
 
 class StopStrings:
-    """Passes text on up to the first stop string. Text that may be the beginning of a stop string is held back.
+    """Passes text on until the first stop string. Text that may be the beginning of a stop string is held back.
 
-    Stop strings in reasoning do not count.
+    Stop strings inside the reasoning are ignored.
     """
 
     def __init__(
@@ -144,17 +146,18 @@ class StopStrings:
         self._begin, self._end = (*reasoning, "", "")[:2] if stops else ("", "")
         self._special = special or {}
         self._window = ""
-        """The end of the reasoning so far, with special tokens. Before the reasoning, text that may begin it."""
+        """The end of the reasoning so far, including special tokens. Before the reasoning: text that may be its opening
+        tag."""
 
     def push(self, text: str, token: int = -1) -> tuple[str, bool]:
         """Add text.
 
         Args:
             text: New text.
-            token: The token that the text comes from.
+            token: Id of the token that the text comes from.
 
         Returns:
-            The text that can be shown, and True if a stop string was found.
+            A pair: the text that can be shown, and True if a stop string was found.
         """
         if not self._end:
             return self._push(text)
@@ -162,7 +165,7 @@ class StopStrings:
         return self._before_reasoning(text) if self._begin else self._in_reasoning(text)
 
     def _before_reasoning(self, text: str) -> tuple[str, bool]:
-        """Handle text before the reasoning. It is held back until it is clear if the reply begins with reasoning."""
+        """Handle text at the start of the reply. Hold it back until it is clear if the reply begins with reasoning."""
         self._held += text
         self._window = self._window.lstrip()
         if self._begin.startswith(self._window) and self._begin != self._window:
@@ -175,7 +178,7 @@ class StopStrings:
         return self._push(held)
 
     def _in_reasoning(self, text: str) -> tuple[str, bool]:
-        """Pass text on up to the end of the reasoning, and filter the text after it."""
+        """Pass text on until the end of the reasoning, and look for stop strings in the text after it."""
         _, ended, after = self._window.partition(self._end)
         if not ended:
             self._window = self._window[max(0, len(self._window) - len(self._end) + 1) :]
@@ -204,14 +207,15 @@ class StopStrings:
 
 @dataclass(slots=True)
 class _State:
-    """The text of a reply up to some token.
+    """The state of a reply's text after some number of tokens.
 
     Attributes:
         left: Number of tokens that may follow.
         detokenizer: Decodes tokens.
         stops: Finds stop strings.
         count: Number of tokens so far.
-        ids: Token ids so far, and possibly of a round that failed. They are kept only if there are stopping criteria.
+        ids: Token ids so far, possibly followed by the ids of a round that failed. They are kept only if there are
+            stopping criteria.
         text: Text so far. It is kept only if there are stopping criteria.
     """
 
@@ -223,19 +227,19 @@ class _State:
     text: str = ""
 
     def copy(self) -> _State:
-        """Return a copy that shares `ids`, since copying them would take longer in every round."""
+        """Return a copy that shares `ids`. Copying the ids would take longer with every round."""
         del self.ids[self.count :]
         return _State(self.left, copy(self.detokenizer), copy(self.stops), self.count, self.ids, self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class Trimmed(Verdict):
-    """A verdict that is cut where the reply ends.
+    """A verdict that is truncated where the reply ends.
 
     Attributes:
         chunks: One chunk per token.
         state: State of the text after these tokens.
-        error: An error that ends the reply without a token.
+        error: The error that ends the reply, or None. There are then no tokens.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -244,7 +248,7 @@ class Trimmed(Verdict):
 
 
 class TextStream:
-    """The text of a reply. It cuts each verdict where the reply ends, and converts it to chunks."""
+    """The text of a reply. It truncates each verdict where the reply ends, and converts the verdict to chunks."""
 
     def __init__(
         self,
@@ -260,7 +264,7 @@ class TextStream:
             sampling: The sampling parameters.
             eos: The model's EOS tokens.
             decode: Decodes token ids to text.
-            room: Number of tokens that the context has left for the reply.
+            room: Number of tokens for which the context still has room.
             special: Token id -> text, for the special tokens in `sampling.reasoning`.
 
         Raises:
@@ -283,10 +287,10 @@ class TextStream:
         return self._state.left
 
     def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> Trimmed:
-        """Cut a verdict after the first token that ends the reply, and convert its tokens to chunks of text.
+        """Truncate a verdict after the first token that ends the reply, and convert its tokens to chunks of text.
 
         A reply ends at EOS, a stop token, a stop string, a stopping criterion or the length limit. This has no side
-        effects: `emit` makes the new state of the text current, once the cache has committed the verdict.
+        effects. Once the cache has committed the verdict, `emit` makes the new state of the text current.
 
         Args:
             verdict: The verdict.
@@ -305,17 +309,17 @@ class TextStream:
         ends: list[FinishReason | None] = [None] * (len(pieces) - 1) + [verdict.finish]
         stops = [None] * (len(pieces) - 1) + [state.stops.found]
         logprobs = self._logprobs(verdict, logits)
-        # If the reply ends inside the path, there is no token that the target added. `map` stops at the shortest list.
+        # If the reply ends inside the path, the target adds no token. `map` stops at the end of the shortest list.
         chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs, stops))
         return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
     def emit(self, verdict: Trimmed) -> list[Chunk]:
-        """Take over the state that `trim` made, and return its chunks."""
+        """Make the state that `trim` returned the current one, and return its chunks."""
         self._state = verdict.state or self._state
         return list(verdict.chunks)
 
     def _logprobs(self, verdict: Verdict, logits: Tensor) -> Sequence[Logprobs | None]:
-        """Return the log-probabilities of each token, or None if they were not requested.
+        """Return the log-probabilities of each token. They are None if they were not requested.
 
         The first token comes from row 0, the next one from the first accepted row, and so on.
         """
@@ -329,7 +333,8 @@ class TextStream:
         return [Logprobs(*pair) for pair in zip(chosen, tops, strict=True)]
 
     def _take(self, state: _State, token: int) -> tuple[str, FinishReason | None]:
-        """Advance `state` by a token. Return the text to show, and the finish reason if the reply ends."""
+        """Advance `state` by one token. Return the text to show, and the finish reason, which is None if the reply goes
+        on."""
         state.left -= 1
         finish = self._ends.get(token)
         text = "" if finish else state.detokenizer.push(token)

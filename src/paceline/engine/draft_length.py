@@ -1,4 +1,4 @@
-"""Draft length control: choose the draft size with the highest throughput, from the measured costs and acceptance.
+"""Draft length control: choose the draft size with the highest throughput, given the measured costs and acceptance.
 
 The model. A round of B requests with drafts of size s takes T(s) seconds and yields E(s) tokens per request:
 
@@ -10,18 +10,20 @@ The model. A round of B requests with drafts of size s takes T(s) seconds and yi
   by M per round, and completely when a new text begins. u is the drafter's usual share: the mean of its latest H
   rounds and of another W rounds with the value u(d - 1).
 - V is the time of a pass as a function of its rows. D is the time of drafting as a function of its depth and the number
-  of drafts. Both are interpolated between measurements and never decrease with the size (`Curve`). The additional cost
-  of a pass with drafts is measured separately, as a ratio to a pass without drafts, since a machine's speed drifts.
-- A chain may end before its limit. The probability L(d) that it reaches length d is measured like P. V and D of a limit
-  are means over L. In a batch, D follows the longest chain, which reaches length d with probability 1 - (1 - L(d))^B.
+  of drafts. Both are interpolated between measurements, and never decrease as the size grows (`Curve`). The additional
+  cost of a pass with drafts is measured separately, as a ratio to a pass without drafts, because a machine's speed
+  drifts.
+- A chain may end before its limit. The probability L(d) that it reaches length d is measured like P. V and D for a
+  limit are means over L. In a batch, D follows the longest chain, which reaches length d with probability 1 - (1 -
+  L(d))^B.
 
 The best size has the lowest T(s) / E(s). If the drafter has a backlog of q tokens for a request, it drafts only if that
 pays: (T(nothing) - T(best) / E(best)) * r > B C q. C is the measured time per token of backlog. r is the expected
-number of remaining tokens: the rest of a reply of usual length or the tokens written so far, whichever is greater, up
-to the length limit.
+number of remaining tokens: either the rest of a reply of usual length or the number of tokens written so far, whichever
+is greater, but at most the length limit.
 
-Trying another size has an expected loss of T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is saved up
-for this, and another size is tried when the savings cover the loss.
+Trying another size loses an expected T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is set aside for
+such tries. Another size is tried when these savings cover the loss.
 """
 
 from __future__ import annotations
@@ -35,37 +37,41 @@ from paceline.engine.cost_model import Curve, Fading
 from paceline.types import Draft, DraftBudget, Verdict
 
 _MEMORY, _PAUSED = 0.97, 0.99
-"""M: Decay of a round's acceptance per later round with a draft, since texts change, and per later round without."""
+"""M: Decay of the weight of a round's acceptance, because texts change: per later round with a draft, and per later
+round without one."""
 _HISTORY = 500.0
 """H: Number of rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
-"""Prior acceptance of a drafted token. The prior probability that a token is drafted, if the budget allows it, is 1."""
+"""Prior probability that a drafted token is accepted. The prior probability that a token is drafted, if the budget
+allows it, is 1."""
 _PRIOR_WEIGHT = 5.0
 """W: Weight of the prior in the usual acceptance, in rounds."""
 _FAITH = 1.5
-"""F: Weight of the usual acceptance in a text's acceptance, in rounds. It is small, since texts differ a lot."""
+"""F: Weight of the usual acceptance in the estimate for a text, in rounds. It is small, because texts differ a lot."""
 _OTHER_SIZE = 0.2
-"""Weight of a round for trees of other sizes, since their acceptance differs."""
+"""Weight of a round in the acceptance of trees of other sizes. It is small, because their acceptance differs."""
 _SHARE = 0.005
-"""S: Share of the time that may be lost by trying sizes other than the best."""
+"""S: Share of the time that may be lost by trying sizes other than the best one."""
 _EARLY, _EARLY_SHARE = 1000, 0.01
-"""Number of first rounds with a higher S, and this S, so that a first text with low acceptance does not decide the size
-for long."""
+"""Number of early rounds that have a higher S, and that S. It keeps a first text with low acceptance from deciding the
+size for long."""
 _GAP, _LONG_GAP = 4, 8
 """`_GAP` is the minimum number of rounds between two tries. A decision to draft nothing holds for `_GAP` rounds at
 first, and for `_LONG_GAP` rounds if it is repeated."""
 _FIRST = 2
-"""Number of drafts of the smallest size before larger sizes, since the cost is unknown and the first draft warms up."""
+"""Number of drafts of the smallest size before larger sizes are tried, because the cost is unknown and the first draft
+includes warm-up."""
 _SOON = 16
-"""Number of rounds before a smaller size is tried again. Larger sizes already imply most of its result."""
+"""Minimum number of rounds before a smaller size is tried again. The results of larger sizes already imply most of its
+result."""
 _AHEAD = 64
-"""Expected length of a reply, in tokens, until replies have ended."""
+"""Expected length of a reply, in tokens, as long as no reply has ended."""
 _SHORT = 24
-"""Length of a short reply, in tokens. Until a drafter has been measured, a reply that may be short does not wait for it
-to read the prompt, if this takes longer than a plain round."""
+"""Length of a short reply, in tokens. As long as a drafter has not been measured, a reply that may be short does not
+wait for the drafter to read the prompt if that takes longer than a plain round."""
 _ROW, _LEVEL, _TOKEN = 0.03, 2.0, 0.04
-"""Relative costs until they are measured: of each row of a pass, of each level of drafting, and of each token of
-backlog as a share of a plain pass."""
+"""Relative costs, used until they are measured: the cost of each row of a pass, of each level of drafting, and of each
+token of backlog as a share of a plain pass."""
 _LATE = 32
 """Backlog size, in tokens, at which catching up dominates drafting time."""
 
@@ -73,27 +79,28 @@ _LATE = 32
 class _Depths:
     """Acceptance by depth: the share of rounds that reach depth d + 1 among the rounds that reach depth d.
 
-    The estimate uses recent rounds first, then all rounds of this drafter, and, for a depth that was hardly ever
-    reached, the depth above it.
+    The estimate relies on recent rounds first, and then on all rounds of this drafter. For a depth that was hardly ever
+    reached, it relies on the depth before it.
     """
 
     def __init__(self, depth: int, prior: float) -> None:
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
         self._prior = prior
-        # Instead of scaling down all older rounds, increase the weight of new rounds.
+        # Increase the weight of new rounds instead of reducing the weights of all older rounds.
         self._unit, self._round = 1.0, 0
         self._chances: list[float] = []
         self._fade = 1.0
 
     def chances(self, round: int, new: float = 0.0) -> list[float]:
-        """Return the probabilities that a round reaches depth 0, 1, ... `new`: See `forget`, but only for this call."""
+        """Return the probabilities that a round reaches depth 0, 1, ... `new`: Like the `share` of `forget`, but only
+        for this call."""
         fade = (1.0 - new) * _PAUSED ** max(0, round - self._round - 1)
         if not self._chances or fade != self._fade:
             self._chances, self._fade = self._expect(max(1e-9, fade)), fade
         return self._chances
 
     def add(self, came: int, depth: int, weight: float, round: int) -> None:
-        """Count a round that reached depth `came`, with `depth` as its maximum."""
+        """Count a round that reached depth `came`, where `depth` was the maximum."""
         self._age(_MEMORY**weight * _PAUSED ** max(0, round - self._round - 1))
         self._round = round
         for d in range(min(depth, came + 1, len(self._kept))):
@@ -105,7 +112,7 @@ class _Depths:
         self._chances = []
 
     def forget(self, share: float) -> None:
-        """Reduce the weight of recent rounds. `share`: The share of texts that have just begun."""
+        """Reduce the weight of recent rounds. `share`: Share of the texts that have just begun."""
         self._age(1.0 - share)
         self._chances = []
 
@@ -126,11 +133,11 @@ class _Depths:
 
 
 class _BatchCosts:
-    """Costs of drafting for a certain number of requests.
+    """The costs of drafting for a certain number of requests.
 
-    `drafting` holds the seconds by depth. For chains, this is the depth of the longest chain in the batch, which is 0
-    if there was nothing to draft. `relative` holds the cost of a pass relative to a pass without drafts, by the mean
-    length of chains or by the number of the tree's size.
+    `drafting` holds the seconds of drafting by depth. For chains, this is the depth of the longest chain in the batch,
+    which is 0 if there was nothing to draft. `relative` holds the cost of a pass with drafts, relative to a pass
+    without drafts. Its index is the mean length of the chains, or the index of the tree's size.
     """
 
     def __init__(self, asked: int, sizes: Sequence[DraftBudget]) -> None:
@@ -138,20 +145,21 @@ class _BatchCosts:
         chains = sizes[-1].branch == 1
         nodes = range(sizes[-1].nodes + 1) if chains else [size.nodes for size in sizes]
         self.relative = [Fading(1.0 + _ROW * asked * n) for n in nodes]
-        """Cost of a pass relative to a pass without drafts. It has been measured if `seen` is True."""
+        """Cost of a pass with drafts, relative to a pass without drafts. It is measured if `seen` is True, and
+        otherwise a guess."""
         self.seen = [False] * len(nodes)
         self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
-        """By size: the last round that used it, and the number of rounds that did."""
+        """For each size, the last round that used it, and the number of rounds that used it."""
 
 
 class Standing(NamedTuple):
-    """The state of a request before a round, as far as a controller needs it.
+    """The parts of a request's state before a round that a controller needs.
 
     Attributes:
-        unread: Number of tokens of its text that the drafter has not read.
+        unread: Number of tokens of the request's text that the drafter has not read.
         left: Maximum number of tokens that may follow.
         written: Number of tokens of the reply so far.
-        fresh: True until the controller has learned from a round of this request.
+        fresh: True if the controller has not learned from any round of this request yet.
     """
 
     unread: int = 0
@@ -168,13 +176,13 @@ class DraftPlan:
         budgets: One budget for each request.
         price: See `Ask`.
         pace: See `Ask`.
-        asked: Number of requests that are expected to get a draft.
-        at: Number of the chosen size.
-        best: Number of the size that seems best.
-        tried: True if the size is a try, whose expected loss has been taken from the savings.
-        saved: Seconds that remain saved for other tries.
+        asked: Expected number of requests that get a draft.
+        at: Index of the chosen size.
+        best: Index of the size that seems best.
+        tried: True if the chosen size is a try. Its expected loss has been taken from the savings.
+        saved: Seconds of savings that remain for other tries.
         plain: Expected seconds of a round without drafts.
-        new: Share of the round's requests whose text has just begun.
+        new: Share of the round's requests that have just begun.
         resting: True in a pause without drafts.
     """
 
@@ -195,7 +203,7 @@ class DraftPlan:
 class Outcome:
     """The outcome of one round for one controller.
 
-    `requests`, `budgets`, `drafts` and `verdicts` have one entry for each request that the plan was carried out for.
+    `requests`, `budgets`, `drafts` and `verdicts` have one entry for each request for which the plan was carried out.
 
     Attributes:
         plan: The controller's plan.
@@ -203,12 +211,12 @@ class Outcome:
         budgets: The part of the planned budget that each request could use.
         drafts: The draft of each request.
         verdicts: The verdict of each request.
-        drafting: Seconds of drafting.
-        verifying: Seconds of the rest of the round.
+        drafting: Seconds that drafting took.
+        verifying: Seconds that the rest of the round took.
         together: Number of requests in the whole round.
         rows: Number of rows in the whole round.
         resumed: True if the pass began at the layer where drafting stopped (early exit).
-        others: Number of tokens committed for requests that got their draft from another part of a cascade.
+        others: Number of tokens that were committed for requests whose draft came from another part of a cascade.
         ended: Lengths of the replies that ended, in tokens.
     """
 
@@ -229,11 +237,11 @@ class Outcome:
 class Controller:
     """Chooses a draft size for every round, from nothing to the drafter's maximum.
 
-    `plan` decides without side effects, and `learn` receives the outcome. The controller measures target passes by
-    rows, drafting by size and acceptance by depth, and chooses the size with the highest throughput. A small share of
-    the time (`_SHARE`) is spent on trying other sizes. The expected loss of a try is saved up first, which bounds the
-    total loss and lets promising sizes be tried often. Measurements are kept across requests. The controller affects
-    the speed of a text, never its content.
+    `plan` decides without side effects, and `learn` receives the outcome. The controller measures the target's passes
+    by number of rows, drafting by size, and acceptance by depth. It then chooses the size with the highest throughput.
+    A small share of the time (`_SHARE`) is spent on trying other sizes. The expected loss of a try is saved up first.
+    This bounds the total loss, and lets promising sizes be tried often. Measurements are kept across requests. The
+    controller affects the speed of a text, never its content.
     """
 
     def __init__(self, maximum: DraftBudget, free: bool = False, reads_prompt: bool = True) -> None:
@@ -248,50 +256,52 @@ class Controller:
         if maximum.branch == 1:
             maximum = DraftBudget.chain(min(maximum.nodes, maximum.depth))
         self.sizes: list[DraftBudget] = _sizes(maximum)
-        """The sizes from nothing to `maximum`."""
+        """The draft sizes to choose from, from no draft to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
-        # Chains of different lengths begin with the same tokens, so they share their acceptance. Smaller trees have
-        # lower acceptance.
+        # A longer chain begins with the tokens of a shorter one, so chains share their acceptance. A smaller tree has
+        # lower acceptance than a larger one.
         self._chains = maximum.branch == 1
         rates = _Depths(maximum.depth, _PRIOR)
         self._rates = [rates if self._chains else _Depths(size.depth, _PRIOR) for size in self.sizes]
-        # Chains end early if the text is hard to predict, so their length depends on the text, like their acceptance.
+        # A chain ends early if the text is hard to predict. Like its acceptance, its length therefore depends on the
+        # text.
         self._drafted = _Depths(maximum.depth, 1.0)
         # A pass that resumes at the layer where drafting stopped (early exit) takes less time for the same rows.
         self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
         self._resumed = False
         self._catch_up = Fading(0.0)
         self._length = Fading(_AHEAD)
-        # Mean number of tokens per round, of the requests that this controller chose a size for, and of all requests.
+        # Mean number of tokens per round: of the requests for which this controller chose a size, and of all requests.
         self._own, self._all = Fading(1.0), Fading(1.0)
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
-        """Number of the latest round, of the last try, and of the last round of the current pause without drafts."""
+        """Numbers of three rounds: the latest one, the last try, and the last one of the current pause without
+        drafts."""
         self._pause = _GAP
         """Length of the next pause, in rounds."""
         self._saved = 0.0
-        """Seconds saved up for tries."""
+        """Seconds that have been saved up for tries."""
         self._plain = 0.0
         """Expected seconds of a round without drafts."""
 
     # Plan
 
     def plan(self, requests: Sequence[Standing], together: int) -> DraftPlan:
-        """Return budgets for these requests in a round of `together` requests.
+        """Return a plan with budgets for these requests, in a round of `together` requests.
 
-        If the drafter has a backlog for a request, it gets a budget only if drafting pays within its remaining tokens.
-        During a pause, the plan is to rest, and nothing is computed.
+        If the drafter has a backlog for a request, the request gets a budget only if drafting pays off within its
+        remaining tokens. During a pause, the plan is to rest, and no estimates are computed.
         """
         new = sum(request.fresh for request in requests) / together
         if not requests or (not new and self.resting):
             return DraftPlan([self.sizes[0]] * len(requests), resting=True)
-        # Other parts of a cascade are expected to draft for some of the requests, as often as in recent rounds.
+        # Expect other parts of a cascade to draft for some of the requests, as often as they did in recent rounds.
         asked = max(1, round(len(requests) * self._share))
         costs, known = self._costs_of(asked), self._passes[False].known
         seconds, tokens = self._seconds(costs, together, asked, new), self._tokens(new)
         paces = [s / t for s, t in zip(seconds, tokens, strict=True)]
         best = paces.index(min(paces))
-        # All requests of the round wait while the drafter catches up with one of them.
+        # While the drafter catches up with one request, all requests of the round wait.
         wait = together * self._catch_up.value
         paying = [
             (paces[0] - paces[best]) * self._ahead(r) > wait * r.unread
@@ -299,7 +309,7 @@ class Controller:
             for r in requests
         ]
         best = best if any(paying) else 0
-        # The loss of a try includes the time to catch up.
+        # The loss of a try includes the time that the drafter takes to catch up.
         debt = wait * sum(request.unread for request in requests) / len(requests)
         losses = [s - t * paces[best] + debt for s, t in zip(seconds, tokens, strict=True)]
         losses[0] -= debt
@@ -313,19 +323,20 @@ class Controller:
 
     @property
     def _share(self) -> float:
-        """Share of all tokens that belong to requests for which this controller chose a size."""
+        """Share of all tokens that was generated for requests for which this controller chose a size."""
         return min(1.0, self._own.value / self._all.value)
 
     def _ahead(self, request: Standing) -> float:
-        """Return the expected number of remaining tokens that drafts can speed up. A long reply is expected to double
-        its length."""
+        """Return the expected number of remaining tokens that drafts can speed up. A reply that is already long is
+        expected to double its length."""
         likely = max(self._length.value - request.written, request.written)
         return min(request.left, likely) * self._share
 
     def _price(self, together: int) -> float:
-        """Return the cost of an additional row in a round of `together` requests, in tokens of plain decoding.
+        """Return the cost of an additional row in a round of `together` requests, measured in tokens of plain decoding.
 
-        A node whose probability of acceptance is lower does not pay. The price is 0 until a pass has been measured.
+        A node whose probability of acceptance is lower than the price does not pay off. The price is 0 until a pass has
+        been measured.
         """
         passes = self._passes[False]
         if not passes.known:
@@ -334,11 +345,12 @@ class Controller:
         return min(1.0, max(0.0, passes.at(2 * together) / plain - 1.0))
 
     def _try(self, best: int, losses: Sequence[float], costs: _BatchCosts) -> tuple[int, float]:
-        """Return the best size, or another size if a try is due, and the remaining savings."""
+        """Return the index of the size to use, and the remaining savings. It is the best size, or another size if a try
+        is due."""
         now = self._round + 1
         due = [at for at in range(best) if now - costs.tried[at] >= _SOON]
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
-        # Cap the savings at the cost of the next try, so that they never pay for a series of tries.
+        # Cap the savings at the loss of the next try, so that they never pay for a series of tries.
         loss = max(losses[found], 0.0)
         saved = min(self._saved, loss)
         if found == best or saved < loss or now - self._last_try < _GAP:
@@ -366,12 +378,12 @@ class Controller:
 
     @property
     def resting(self) -> bool:
-        """True in a pause without drafts. A new text ends it."""
+        """True during a pause without drafts. A new text ends the pause."""
         return self._round < self._rest
 
     def rest(self, own: int, ended: Sequence[int], others: int = 0) -> None:
-        """Count a round of a pause. `own`: Number of tokens of this controller's requests. For the others see
-        `Outcome`."""
+        """Count a round of a pause. `own`: Number of tokens of this controller's requests. `Outcome` describes the
+        other arguments."""
         self._count_tokens(own, ended, others)
         self._round += 1
         self._save(self._plain)
@@ -379,7 +391,7 @@ class Controller:
     def _count_tokens(self, own: int, ended: Sequence[int], others: int) -> None:
         for length in ended:
             self._length.add(length, self._round)
-        # If there are no tokens, all requests failed, and the round says nothing about later ones.
+        # If there are no tokens, all requests failed, and the round says nothing about later rounds.
         if own + others:
             self._own.add(own, self._round)
             self._all.add(own + others, self._round)
@@ -390,7 +402,7 @@ class Controller:
         self._rest, self._plain, self._saved = self._round, plan.plain, plan.saved
         if plan.tried:
             self._last_try = self._round
-            # The loss of the try included reading the whole backlog.
+            # The loss of the try included reading the whole backlog. Give back the part that was not read.
             left = sum(draft.unread for draft in outcome.drafts) / len(outcome.drafts)
             self._saved += outcome.together * self._catch_up.value * left
         if plan.best:
@@ -402,7 +414,7 @@ class Controller:
         costs.tries[plan.at] += 1
 
     def _begin(self, share: float) -> None:
-        """Expect the usual acceptance from texts that have just begun. `share`: Their share of all texts."""
+        """Expect the drafter's usual acceptance from texts that have just begun. `share`: Their share of all texts."""
         self._rest, self._pause = self._round, _GAP
         for depths in {*self._rates, self._drafted}:
             depths.forget(share)
@@ -416,7 +428,7 @@ class Controller:
     def _learn_drafts(self, outcome: Outcome) -> None:
         budgets, drafts = outcome.budgets, outcome.drafts
         if all(budget == self.sizes[outcome.plan.at] for budget in budgets):
-            # Skip drafts that were cut short by the end of a text or of a cache block.
+            # Do not learn from rounds with drafts that were shortened at the end of a text or of a cache block.
             self._learn_costs(outcome)
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
             if verdict.path:
@@ -427,11 +439,11 @@ class Controller:
                     self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
 
     def _save(self, seconds: float) -> None:
-        """Save a share of a round's time for tries."""
+        """Set a share of a round's time aside for tries."""
         self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * seconds
 
     def _learn_costs(self, outcome: Outcome) -> None:
-        """Learn the costs of drafting and of the pass. If the drafter read much, its time only tells the cost of
+        """Learn the costs of drafting and of the pass. If the drafter read many tokens, its time only shows the cost of
         reading."""
         drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.at
         reading = sum(draft.unread for draft in drafts)
@@ -463,14 +475,14 @@ class Controller:
     # Estimates
 
     def _costs_of(self, asked: int) -> _BatchCosts:
-        # Batch sizes vary under load, so sizes up to the next power of two share their measurements.
+        # Under load, the number of requests varies. Numbers up to the same power of two share their measurements.
         asked = 1 << (asked - 1).bit_length()
         if asked not in self._batch_costs:
             self._batch_costs[asked] = _BatchCosts(asked, self.sizes)
         return self._batch_costs[asked]
 
     def _seconds(self, costs: _BatchCosts, together: int, asked: int, new: float) -> list[float]:
-        """Return the expected seconds of a round, by size. `new`: The share of texts that have just begun."""
+        """Return the expected seconds of a round for each size. `new`: Share of the texts that have just begun."""
         passes, first = self._passes[self._resumed], self._passes[False].at(together)
         nodes, depths = [size.nodes for size in self.sizes], self._depths
         if self._chains:
@@ -480,11 +492,11 @@ class Controller:
             first,
             *(first * cost.value if seen else passes.at(together * (1 + count)) for cost, seen, count in measured),
         ]
-        # If only some of the requests get drafts, scale the cost up as if all of them did.
+        # If only some of the requests get drafts, scale the cost up as if all requests did.
         known, share = costs.drafting.known, together / asked
         drafting = [share * costs.drafting.at(depth) if known else 0.0 for depth in depths]
         if self._chains:
-            # A chain may end early. Each level is drafted for all requests at once, so the longest chain decides the
+            # A chain may end early. Each level is drafted for all requests together, so the longest chain decides the
             # cost of drafting.
             chances = self._drafted.chances(self._round + 1, new)
             verifying = self._of_chains(verifying, chances)
@@ -492,27 +504,27 @@ class Controller:
         return [first, *(pass_ + draft for pass_, draft in zip(verifying[1:], drafting[1:], strict=True))]
 
     def _of_chains(self, costs: Sequence[float], chances: Sequence[float]) -> list[float]:
-        """Return the expected cost by size.
+        """Return the expected cost for each size.
 
         Args:
-            costs: Cost of chains, by length.
-            chances: Probability that a chain reaches a length, by length.
+            costs: Cost of a chain, by length.
+            chances: Probability that a chain reaches each length.
         """
         ended = [0.0, *accumulate((a - b) * cost for a, b, cost in zip(chances, chances[1:], costs, strict=False))]
         return [ended[depth] + chances[depth] * costs[depth] for depth in self._depths]
 
     def _tokens(self, new: float) -> list[float]:
-        """Return the expected tokens of a round, by size. `new`: See `_seconds`."""
+        """Return the expected number of tokens per round for each size. `new`: See `_seconds`."""
         if self._chains:
             tokens = [*accumulate(self._rates[0].chances(self._round + 1, new))]
             return [tokens[depth] for depth in self._depths]
-        # A larger tree accepts at least as many tokens as a smaller one, even if measurements differ by chance.
+        # In truth, a larger tree never accepts fewer tokens than a smaller one. Measurements may differ by chance.
         return [*accumulate((sum(rates.chances(self._round + 1, new)) for rates in self._rates), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
-    """Return the sizes from nothing to `maximum`. Each chain has two thirds of the length of the next one. Each tree
-    has half of the nodes of the next one."""
+    """Return the draft sizes from no draft to `maximum`. Each chain has two thirds of the length of the next chain.
+    Each tree has half the nodes of the next tree."""
     sizes = [maximum]
     while sizes[0].nodes > 1:
         nodes = sizes[0].nodes * 2 // 3 if maximum.branch == 1 else sizes[0].nodes // 2

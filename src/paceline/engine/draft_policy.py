@@ -1,4 +1,4 @@
-"""The drafters of an engine by name, each with the controllers of its draft length."""
+"""The drafters of an engine, by name, and the controllers of their draft lengths."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LOG = logging.getLogger("paceline")
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The drafter that a request uses.
+    """The drafter and the maximum draft that a request uses.
 
     Attributes:
-        drafter: Name of a loaded drafter. None for no drafter.
-        max_draft: Maximum draft per round. None for the maximum of the drafter's policy.
+        drafter: Name of a loaded drafter. None to use no drafter.
+        max_draft: Maximum draft per round. None to use the maximum of the drafter's policy.
     """
 
     drafter: str | None
@@ -33,16 +33,16 @@ class Speculation:
 
 
 OFF = Speculation(None, DraftBudget.chain(0))
-"""Plain decoding. Not even the tokens that a grammar forces are drafted."""
+"""Plain decoding. Even tokens that a grammar forces are not drafted."""
 
 
 class DraftPolicy:
-    """A drafter and its draft size, which is fixed or chosen by controllers.
+    """A drafter and its draft size, which is either fixed or chosen by controllers.
 
     Attributes:
         name: Name of the drafter.
         drafter: The drafter.
-        draft: The fixed size, or the drafter's own maximum.
+        draft: The fixed size. If the size is not fixed, the drafter's own maximum.
         controllers: One controller for each part of the drafter. Empty if the size is fixed.
     """
 
@@ -60,7 +60,8 @@ class DraftPolicy:
         return tuple(Controller(*part) for part in self.drafter.parts)
 
     def check_drafts(self, asks: Sequence[Ask], drafts: Sequence[Draft], vocab_size: int) -> None:
-        """Check the drafts that the drafter, which may be the user's own, has made. Warn if it failed on a token.
+        """Check the drafts, because the drafter may be written by a user. Log a warning if the drafter failed on a
+        token.
 
         Args:
             asks: The requests for drafts.
@@ -80,7 +81,7 @@ class DraftPolicy:
             )
         if len(drafts) != len(asks):
             raise InvalidOption(
-                f"{type(self.drafter).__name__} made {len(drafts)} drafts for {len(asks)} requests",
+                f"{type(self.drafter).__name__} returned {len(drafts)} drafts for {len(asks)} requests",
                 "Return one Draft per ask from propose, or an empty Draft() if there is nothing to propose",
             )
         for draft, ask in zip(drafts, asks, strict=True):
@@ -94,7 +95,8 @@ class DraftPolicy:
 
 
 def shown_name(name: str) -> str:
-    """Return a drafter's name without local folders, for example `model:draft` for `model:/home/me/draft`."""
+    """Return a drafter's name without the paths of local folders, for example `model:draft` for
+    `model:/home/me/draft`."""
     return re.sub(r"(?<=[:@])[^:@]+", lambda found: _base(found[0]), name)
 
 
@@ -105,9 +107,10 @@ def _base(reference: str) -> str:
 
 
 class DraftPolicies:
-    """The drafters of an engine by name. The first is the default. A single drafter is named after its class.
+    """The drafters of an engine, by name. The first drafter is the default. A single drafter is named after its class.
 
-    Each drafter has two names: the name that was given, and a public name without local folders.
+    Each drafter has two names: the name under which it was loaded, and a public name without the paths of local
+    folders.
     """
 
     def __init__(self, drafters: Drafter | Mapping[str, Drafter] | None, draft: DraftBudget | None) -> None:
@@ -121,18 +124,19 @@ class DraftPolicies:
         self._draft = draft
 
     def _unused(self, name: str) -> str:
-        """Return an unused name. Drafters from different folders with the same name are numbered."""
+        """Return a name that is not used yet. If drafters come from different folders with the same name, they are
+        numbered."""
         return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in self._named)
 
     def add_private(self, name: str, drafter: Drafter) -> str:
-        """Add a drafter that requests cannot name, because it has read texts of one client.
+        """Add a drafter that requests cannot choose by its name, because it has read the texts of one client.
 
         Args:
             name: Unique name for statistics and cached states.
             drafter: The drafter, bound to the engine's cache.
 
         Returns:
-            The secret name for `Speculation.drafter`.
+            The secret name to use as `Speculation.drafter`.
         """
         secret = token_hex(16)
         self._private = self._private | {
@@ -141,20 +145,20 @@ class DraftPolicies:
         return secret
 
     def remove_private(self, secret: str) -> None:
-        """Remove a private drafter. Requests that use it finish with it."""
+        """Remove a private drafter. Requests that already use it keep it until they end."""
         self._private = {name: policy for name, policy in self._private.items() if name != secret}
 
     def given_name(self, policy: DraftPolicy) -> str:
-        """Return the name under which a public drafter was loaded, which may contain local folders."""
+        """Return the name under which a public drafter was loaded. It may contain the path of a local folder."""
         return [name for name, one in self._named.items() if one is policy][-1]
 
     @property
     def public(self) -> list[DraftPolicy]:
-        """The drafters that requests can name."""
+        """The drafters that requests can choose by name."""
         return list(dict.fromkeys(self._named.values()))
 
     def __getitem__(self, name: str | None) -> DraftPolicy | None:
-        """Return a policy by name, or None for None.
+        """Return the policy with this name. Return None if the name is None.
 
         Raises:
             InvalidOption: If no drafter with this name is loaded.

@@ -1,4 +1,4 @@
-"""The drafting half of a round: the plan, the drafts, and the outcome that the controllers learn from."""
+"""The drafting half of a round: make a plan, ask the drafters, and let the controllers learn from the outcome."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _NOTHING, _NO_DRAFT = DraftBudget.chain(0), Draft()
 _MAX_FORCED = 32
-"""Maximum number of tokens in a draft that a grammar forces."""
+"""Maximum number of grammar-forced tokens in a draft."""
 
 Members = Mapping[int, Request]
-"""Place in the round -> request."""
+"""The request's place in the round -> the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class PartPlan:
     Attributes:
         controller: The controller.
         plan: Its plan.
-        standings: Place in the round -> standing, for the requests that wait for this part.
-        budgets: Place in the round -> budget, for the requests that get one.
+        standings: A request's place in the round -> its standing, for the requests that wait for this part.
+        budgets: A request's place in the round -> its budget, for the requests that get one.
     """
 
     controller: Controller
@@ -44,10 +44,10 @@ class PolicyPlan:
 
     Attributes:
         policy: The drafter.
-        members: The requests that it may draft for.
-        asks: Place in the round -> ask, for the requests that get a budget.
-        parts: Plans of the controllers. Empty if drafts must not depend on measurements.
-        resting: True if all controllers are in a pause without drafts, and have no plans.
+        members: The requests that the drafter may draft for.
+        asks: A request's place in the round -> its ask, for the requests that get a budget.
+        parts: The controllers' plans. Empty if drafts must not depend on measurements.
+        resting: True if all controllers are in a pause without drafts. They then have no plans.
     """
 
     policy: DraftPolicy
@@ -62,8 +62,8 @@ class RoundPlan:
     """The plan for a round.
 
     Attributes:
-        known: For each request, its draft that needs no drafter, or an empty draft.
-        policies: Plans of the drafters.
+        known: For each request, the draft that needs no drafter. It may be empty.
+        policies: The plan for each drafter.
     """
 
     known: Sequence[Draft]
@@ -76,7 +76,7 @@ class Drafted:
 
     Attributes:
         drafts: One draft for each request.
-        seconds: Time that each drafter of the plan took.
+        seconds: Seconds that each drafter of the plan took.
     """
 
     drafts: Sequence[Draft]
@@ -92,15 +92,15 @@ def taps(requests: Sequence[Request]) -> tuple[Tap, ...]:
 
 
 def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
-    """Return the plan for a round of these requests, without side effects."""
+    """Return the plan for a round of these requests. This has no side effects."""
     known = [_known(request, cache) for request in requests]
     plans = []
     for policy, members in _by_policy(requests, known).items():
-        # For rules other than `match`, the text depends on the drafts, so these must not depend on measurements. A
-        # round with such a request uses the drafter's own size.
+        # For rules other than `match`, the text depends on the drafts, so drafts must not depend on measurements. If a
+        # round contains such a request, it uses the drafter's own size.
         if not policy.controllers or any(r.sampler.rule != "match" for r in members.values()):
             plans.append(PolicyPlan(policy, members, _fixed_asks(policy, members, cache)))
-        # Most rounds of a text that cannot be drafted are of this kind, so they must cost next to nothing.
+        # If a text cannot be drafted, most of its rounds come here, so this must cost next to nothing.
         elif all(one.resting and all(one in r.judged for r in members.values()) for one in policy.controllers):
             plans.append(PolicyPlan(policy, members, {}, resting=True))
         else:
@@ -114,7 +114,7 @@ def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
 
 
 def _known(request: Request, cache: KVCache) -> Draft:
-    """Return a draft that needs no drafter: the only tokens that a grammar allows next, or predicted tokens."""
+    """Return a draft that needs no drafter: the tokens that a grammar forces, or predicted tokens."""
     if not request.sampler.processors and not request.prediction:
         return _NO_DRAFT
     room = _fit(DraftBudget.chain(_MAX_FORCED) if request.max_draft is None else request.max_draft, request, cache)
@@ -125,7 +125,7 @@ def _known(request: Request, cache: KVCache) -> Draft:
 
 
 def _by_policy(requests: Sequence[Request], known: Sequence[Draft]) -> dict[DraftPolicy, dict[int, Request]]:
-    """Return the requests that may ask each drafter: all that have one and no draft yet."""
+    """Return the requests that may ask each drafter: the requests that have this drafter and no draft yet."""
     found: dict[DraftPolicy, dict[int, Request]] = {}
     for place, (request, draft) in enumerate(zip(requests, known, strict=True)):
         if request.policy and not draft.tokens:
@@ -134,14 +134,14 @@ def _by_policy(requests: Sequence[Request], known: Sequence[Draft]) -> dict[Draf
 
 
 def _fixed_asks(policy: DraftPolicy, members: Members, cache: KVCache) -> dict[int, Ask]:
-    """Return asks for the drafter's own size."""
+    """Return asks with the drafter's own size as the budget."""
     budgets = {place: _limited(policy.draft, r, cache) for place, r in members.items()}
     return {i: Ask(r.slot, r.prefix, budgets[i], r.sampler) for i, r in members.items() if budgets[i].nodes}
 
 
 def _waits(controller: Controller, request: Request) -> bool:
-    """Return True if a request waits for this part's draft. Its first token never waits for a part that reads the
-    prompt."""
+    """Return True if a request waits for this part's draft. The first token of a reply never waits for a part that
+    reads the prompt."""
     return not controller.reads_prompt or request.stats.rounds > 0
 
 
@@ -160,14 +160,14 @@ def unread(request: Request) -> int:
 def _budgets(
     plan: DraftPlan, standings: Mapping[int, Standing], members: Members, cache: KVCache
 ) -> dict[int, DraftBudget]:
-    """Return the plan's budgets that are not empty, limited as in `_limited`."""
+    """Return the plan's budgets, limited by `_limited`. Empty budgets are omitted."""
     given = zip(standings, plan.budgets, strict=True) if plan.at else ()
     cut = ((i, _limited(budget, members[i], cache)) for i, budget in given if budget.nodes)
     return {i: budget for i, budget in cut if budget.nodes}
 
 
 def _asks(policy: DraftPolicy, members: Members, parts: Sequence[PartPlan], cache: KVCache) -> dict[int, Ask]:
-    """Return asks for the requests to which a part gives a budget."""
+    """Return asks for the requests that get a budget from at least one part."""
     asks = {}
     for i, r in members.items():
         if not any(i in part.budgets for part in parts):
@@ -181,13 +181,13 @@ def _asks(policy: DraftPolicy, members: Members, parts: Sequence[PartPlan], cach
 
 
 def _limited(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
-    """Limit a budget to the request's own budget, and as in `_fit`."""
+    """Limit a budget to the request's own maximum, and then by `_fit`."""
     return _fit(draft.limited(request.max_draft) if request.max_draft else draft, request, cache)
 
 
 def _fit(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
-    """Limit a budget to what the cache can verify and to the tokens that are left, minus the one that the target
-    adds."""
+    """Limit a budget to the size that the cache can verify, and to one token less than the reply may still have,
+    because the target adds a token."""
     return cache.fit(request.slot, draft.within(request.stream.left - 1))
 
 
@@ -195,7 +195,7 @@ def _fit(draft: DraftBudget, request: Request, cache: KVCache) -> DraftBudget:
 
 
 def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
-    """Return the drafts of a round. Each drafter is asked at most once.
+    """Return the drafts of a round. Each drafter is called at most once.
 
     Args:
         plan: The plan of the round.
@@ -223,7 +223,8 @@ def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
 def learn(
     plan: RoundPlan, requests: Sequence[Request], drafted: Drafted, verdicts: Sequence[Verdict], verifying: float
 ) -> None:
-    """Give the controllers the outcome of a committed round. `verifying`: Seconds of the round without drafting."""
+    """Give the controllers the outcome of a committed round. `verifying`: Seconds that the round took, without
+    drafting."""
     drafts, rows = drafted.drafts, sum(1 + len(draft.tokens) for draft in drafted.drafts)
     resumed = any(draft.carried for draft in drafts)
     for one, seconds in zip(plan.policies, drafted.seconds, strict=True):
@@ -261,14 +262,15 @@ def learn(
 
 
 def _payer(plan: PolicyPlan, drafts: Sequence[Draft]) -> int:
-    """Return the part that is charged for the time of drafting: a part that was asked, if possible one that is not
-    free."""
+    """Return the index of the part that is charged for the time of drafting. It is a part that was asked, and
+    preferably one that is not free."""
     asked = {drafts[i].part for i in plan.asks} or {0}
     return max(asked, key=lambda number: not plan.parts[number].controller.free if plan.parts else 0)
 
 
 def _is_own(number: int, draft: Draft) -> bool:
-    """Return True if no earlier part drafted and no later part was asked."""
+    """Return True if part `number` was the last part to draft or to be asked: no earlier part drafted, and no later
+    part was asked."""
     return draft.part == number or (draft.part < number and not draft.tokens)
 
 

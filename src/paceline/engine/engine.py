@@ -1,4 +1,4 @@
-"""The step that everything else serves: plan, draft, forward, accept, commit, emit."""
+"""The engine, which runs requests in rounds: plan, draft, forward, accept, commit, emit."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from paceline.vision.prompt import ImagePrompt
 _log = logging.getLogger("paceline.engine")
 
 _LAST = 10.0
-"""Seconds for writing the prefix cache to its folder when it is deleted or the process ends."""
+"""Maximum number of seconds to write the prefix cache to its folder, when the cache is deleted or the process ends."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _exclusive(method: Method) -> Method:
-    """Let only one thread at a time run a method, because no other call may come between a pass and its commit.
+    """Let only one thread at a time run a method. No other call may come between a pass and its commit.
 
-    Requests that are finished during the call are released after it.
+    If requests are finished during the call, they are released after it.
     """
 
     @wraps(method)
@@ -61,7 +61,7 @@ def _exclusive(method: Method) -> Method:
                 self._release_slots()
                 raise
             finally:
-                self._depth = depth  # not decremented, because an interrupt may have come before the increment
+                self._depth = depth  # do not decrement: an interrupt may have come before the increment
                 while self._finished and not depth:
                     self.finish(self._finished.pop())
 
@@ -69,7 +69,8 @@ def _exclusive(method: Method) -> Method:
 
 
 class Engine:
-    """Runs requests over one target, its cache and its drafters. It is thread-safe: rounds of threads take turns."""
+    """Runs requests on a target, with its cache and its drafters. It is thread-safe: the rounds of several threads take
+    turns."""
 
     def __init__(
         self,
@@ -82,9 +83,9 @@ class Engine:
 
         Args:
             target: The target.
-            drafter: One drafter, or several by name. The first is the default.
-            draft: Budget of each draft. If None, a controller chooses it, up to the drafter's own maximum.
-            timer: Returns the time in seconds, to measure rounds.
+            drafter: A drafter, or several drafters by name. The first one is the default.
+            draft: Budget of each draft. None lets a controller choose the budget, up to the drafter's own maximum.
+            timer: A function that returns the time in seconds, to measure rounds.
         """
         self.target, self._timer = target, timer
         self.policies = DraftPolicies(drafter, draft)
@@ -92,14 +93,14 @@ class Engine:
         for policy in self.policies:
             policy.drafter.bind(self.cache)
         self.prefixes: PrefixCache | None = None
-        """Set by `remember`."""
+        """The prefix cache, if `remember` was called."""
         self._lock, self._depth = RLock(), 0
         self._finished: list[Request] = []
         self._holders: dict[int, ref[Request]] = {}
-        """Slot -> the active request that holds it. The reference is weak, because an interrupt may leave a request
-        that is never finished."""
+        """Slot -> the active request that holds it. The reference is weak, because after an interrupt a request may
+        never be finished."""
         self._leaving: set[int] = set()
-        """Slots to release. If an interrupt stops a release, `_release_slots` repeats it."""
+        """Slots that must be released. If an interrupt stops a release, the next `_release_slots` repeats it."""
 
     @cached_property
     def guarantee(self) -> Guarantee:
@@ -108,7 +109,8 @@ class Engine:
 
     @cached_property
     def seamless(self) -> bool:
-        """True if cutting a prompt, or continuing from another text, changes no bit (see `self_check.seamless`)."""
+        """True if no bit changes when a prompt is cut into pieces, or continues from another text (see
+        `self_check.seamless`)."""
         return seamless(self.target, self.guarantee)
 
     def remember(self, limit: int, folder: Path | None = None, disk: int = 0) -> None:
@@ -116,8 +118,8 @@ class Engine:
 
         Args:
             limit: Maximum memory, in bytes.
-            folder: Folder for texts that memory has no room for, and that outlive the process. None keeps the folder of
-                an earlier call, if there was one.
+            folder: Folder for texts for which memory has no room, and which outlive the process. None keeps the folder
+                of an earlier call, if there was one.
             disk: Maximum size of the folder, in bytes.
 
         Raises:
@@ -130,7 +132,7 @@ class Engine:
             store = PrefixStore(folder, disk, target_key(target), self.cache, keyed)
         self.prefixes = PrefixCache(limit, self.seamless, store)
         if store:
-            # A copy shares the texts. It writes them when the cache is deleted, or the process ends.
+            # A copy of the cache shares its texts. The copy writes them when the cache is deleted, or the process ends.
             finalize(self.prefixes, copy(self.prefixes).flush, _LAST)
 
     @_exclusive
@@ -141,12 +143,12 @@ class Engine:
 
     @_exclusive
     def write_prefixes(self) -> list[CachedText]:
-        """Begin to write the texts that the prefix cache's folder lacks, in the background, and return them."""
+        """Start writing the texts that the prefix cache's folder lacks, in the background. Return these texts."""
         return self.prefixes.write() if self.prefixes is not None else []
 
     @_exclusive
     def kept_tokens(self) -> int:
-        """Return the number of tokens of the texts in the prefix cache's folder. 0 if it has none."""
+        """Return the total number of tokens of the texts in the prefix cache's folder, or 0 if there is no folder."""
         return self.prefixes.kept_tokens() if self.prefixes is not None else 0
 
     @_exclusive
@@ -160,15 +162,15 @@ class Engine:
         speculation: Speculation | None = None,
         adapter: int = 0,
     ) -> Request:
-        """Start a request. The caller must call `finish` in the end, even after an error.
+        """Start a request. The caller must eventually call `finish`, even after an error.
 
         Args:
-            prompt: Token ids of the prompt, at least one.
-            sampler: Chooses tokens.
-            stream: Converts tokens to text.
+            prompt: Token ids of the prompt. There must be at least one.
+            sampler: Chooses the reply's tokens.
+            stream: Converts the reply's tokens to text.
             stats: Statistics of the reply.
-            source: A request with the same prompt that has been prefilled, so that its state can be copied.
-            speculation: The choice of drafter. None for the default.
+            source: A request with the same prompt that has already been prefilled. Its state is copied if possible.
+            speculation: The drafter and the maximum draft. None for the default.
             adapter: See `KVCache.acquire`.
 
         Returns:
@@ -183,7 +185,8 @@ class Engine:
         replied = source is not None and len(source.token_ids) > source.num_prompt_tokens
         if source and source.adapter != adapter:
             source = None
-        # If the source has replied, a drafter that reads hidden states has also been fed the states of the reply.
+        # If the source has already replied, a drafter that reads hidden states has also received the states of the
+        # reply.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
         self._release_slots()
@@ -203,12 +206,12 @@ class Engine:
 
     @_exclusive
     def suspend(self, request: Request) -> None:
-        """Release the slot for now. The request keeps its text, and `resume` continues it."""
+        """Release the request's slot for now. The request keeps its text, and can continue after `resume`."""
         self._release(request)
 
     @_exclusive
     def resume(self, request: Request) -> None:
-        """Acquire a slot again. The caller must then prefill the whole text."""
+        """Acquire a slot for a suspended request. The caller must then prefill the whole text."""
         lag = request.images.lag if request.images else 0
         request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter, lag)
         request.active, request.resumed, request.num_seen_tokens = True, True, 0
@@ -217,7 +220,7 @@ class Engine:
                 request.policy.drafter.admit(request.slot, request.ids_with_images)
 
     def prefill(self, request: Request) -> None:
-        """Feed the prompt except its last token, which is row 0 of the first round."""
+        """Feed the prompt, except its last token, which becomes row 0 of the first round."""
         while self.feed(request):
             pass
 
@@ -230,7 +233,7 @@ class Engine:
             limit: Maximum number of tokens. It is ignored if cutting the prompt would change bits (see `seamless`).
 
         Returns:
-            The number of tokens fed. 0 if nothing is left.
+            The number of tokens fed, or 0 if no token is left to feed.
 
         Raises:
             OutOfMemory: If there is no memory for the pass.
@@ -249,7 +252,7 @@ class Engine:
                 rows = replace(rows, given=images.given(done, done + len(piece)))
             want = reader.want if reader else Want("none")
             out = self._forward(rows, Want(want.logits, taps=tuple(dict.fromkeys((*taps([request]), *want.taps)))))
-            self.cache.commit(rows, [range(1, len(piece))])  # row 0 is always kept, and no path contains it
+            self.cache.commit(rows, [range(1, len(piece))])  # a path does not contain row 0, which is always kept
             if request.policy:
                 states = {tap: x[0, : len(piece)] for tap, x in out.taps.items()}
                 request.policy.drafter.feed(request.slot, piece, states)
@@ -262,7 +265,7 @@ class Engine:
         return len(piece)
 
     def _load_prefix(self, request: Request) -> int:
-        """Load the longest cached prefix of the text. Return its number of tokens."""
+        """Load the longest cached prefix of the text, and return its length in tokens."""
         if self.prefixes is None:
             return 0
         policy = request.policy
@@ -276,18 +279,19 @@ class Engine:
             return 0
         length = request.images.whole(hit.length) if request.images else hit.length
         known = self.cache.load(request.slot, hit.target, length)
-        # The cache may refuse the hit: a resumed text keeps the rotary factors of its original prompt length.
+        # The cache may load nothing, because a resumed text keeps the rotary factors of its original prompt length.
         if policy and known and (saved := hit.drafters.get(policy.name)):
             policy.drafter.load(request.slot, saved, known)
-        if not request.resumed:  # else it finds its own text, which does not count as a hit
+        if not request.resumed:  # a resumed request finds its own text, which does not count as a hit
             request.stats.cached = known
             request.stats.from_disk = known if hit.from_disk else 0
         return known
 
     def _save_prefix(self, request: Request) -> None:
-        """Save the text's state in the prefix cache if possible. Skip failed requests and embeddings.
+        """Save the state of the text in the prefix cache, if possible. Failed requests and requests for embeddings are
+        skipped.
 
-        The cache only saves time, so an error here, for example in a drafter, must not fail a reply.
+        The cache only saves time, so an error here, for example in a drafter, must not make the reply fail.
         """
         reader = request.prompt_reader
         if self.prefixes is None or request.error or (reader and reader.want.logits == "none"):
@@ -307,8 +311,8 @@ class Engine:
     def step(self, requests: Sequence[Request]) -> list[list[Chunk]]:
         """Run one round for these requests.
 
-        If an error is raised, no request has changed, and the round can be repeated. An error after the cache commit
-        ends the requests instead of being raised.
+        If this raises an error, no request has changed, and the round can be repeated. An error after the cache commit
+        is not raised, but ends the requests.
 
         Returns:
             The new chunks of each request.
@@ -332,7 +336,7 @@ class Engine:
             clock.lap("commit")
             _charge(requests, clock)
             learn(plan, requests, drafted, verdicts, clock.laps["verify"] + clock.laps["commit"])
-        except Exception as error:  # the round is committed and must not be repeated
+        except Exception as error:  # the round has been committed, so it must not be repeated
             for request in requests:
                 request.fail(request.error or error)
         return [request.stream.emit(verdict) for request, verdict in zip(requests, verdicts, strict=True)]
@@ -340,7 +344,8 @@ class Engine:
     def finish(self, request: Request) -> None:
         """End a request and release its slot.
 
-        If this is called during a pass, for example because a callback closes a stream, the slot is released after it.
+        If this is called during a pass, for example because a callback closes a stream, the slot is released after the
+        pass.
         """
         with self._lock:
             if self._depth:
@@ -355,12 +360,12 @@ class Engine:
                     told(request)
 
     def _release(self, request: Request, save: bool = True) -> None:
-        """Release a request's slot, if it holds one. `save`: keep its text in the prefix cache."""
+        """Release a request's slot, if it holds one. `save`: True to keep its text in the prefix cache."""
         if not request.active:
             return
         try:
-            # Also keep a prompt that is only partly read: its client may ask again. Skip requests that were interrupted
-            # between the cache commit and the token update.
+            # Also keep a prompt that has been read only partly, because its client may send it again. Skip requests
+            # that were interrupted between the cache commit and the token update.
             if save and 0 < self.cache.lengths[request.slot] <= request.position + 1:
                 self._save_prefix(request)
         finally:
@@ -381,7 +386,8 @@ class Engine:
 
     @contextmanager
     def _holding(self, request: Request) -> Iterator[None]:
-        """Record that a request holds its slot. If the request fails to begin, release the slot without saving it."""
+        """Record that a request holds its slot. If the block raises an error, release the slot, and do not save its
+        text."""
         self._holders[request.slot] = ref(request, partial(_release_deleted, ref(self), request.slot))
         try:
             yield
@@ -408,7 +414,7 @@ class Engine:
         if request.policy and not verdict.finish:
             try:
                 request.policy.drafter.observe(request.slot, verdict, states)
-            except Exception as error:  # the tokens have been committed, so they are still returned
+            except Exception as error:  # the tokens have been committed, so they must still be returned
                 request.fail(error)
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
@@ -424,7 +430,7 @@ class Engine:
 
 
 def _release_deleted(engine: ref[Engine], slot: int, request: ref[Request]) -> None:
-    """Release the slot of a request that was deleted without `finish`. If a pass is running, release it later."""
+    """Release the slot of a request that was deleted without `finish`. If a pass is running, release the slot later."""
     if (own := engine()) is not None:
         own._leaving.add(slot)
         del own._holders[slot]
@@ -437,7 +443,7 @@ def _release_deleted(engine: ref[Engine], slot: int, request: ref[Request]) -> N
 
 
 def _charge(requests: Sequence[Request], clock: Clock) -> None:
-    """Add the time of a pass to each request that shared it."""
+    """Add the time of a pass to the statistics of each request in it."""
     for request in requests:
         for phase, seconds in clock.laps.items():
             request.stats.seconds[phase] += seconds

@@ -10,15 +10,16 @@ from itertools import pairwise, takewhile
 from paceline.types import Draft
 
 _FIRST, _MOST = 4, 32
-"""Draft length when the reply has just met the prediction, and its maximum. Every accepted draft doubles it."""
+"""Draft length when the reply has just met the prediction, and the maximum. Every accepted draft doubles the length."""
 _PAIR, _LONGEST = 2, 4
-"""Number of tokens that must match to find the prediction again, and its maximum. Every failed draft increments it."""
+"""Number of tokens that must match before the prediction is taken up again, and the maximum. Every failed draft
+increments the number."""
 _CANDIDATES = 32
-"""Maximum number of places to compare, so that a prediction that repeats one token is not slow."""
+"""Maximum number of places to compare. It keeps predictions that repeat one token from being slow."""
 
 
 _CHARACTERS = 64
-"""Assumed maximum length of a token, in characters. It limits how much of a long prediction is encoded."""
+"""Assumed maximum length of a token, in characters. It limits how much text of a long prediction is encoded."""
 
 
 def predicted_ids(
@@ -29,9 +30,9 @@ def predicted_ids(
     Args:
         prediction: Text or token ids.
         encode: The tokenizer's function to encode text.
-        most: Maximum number of tokens, since the reply has no room for more.
-        vocab_size: Size of the model's vocabulary. The ids end before the first one that the model does not have, since
-            a tokenizer may have more tokens than its model.
+        most: Maximum number of ids to return: the tokens for which the reply has room.
+        vocab_size: Size of the model's vocabulary. A tokenizer may have more tokens than its model, so the ids stop
+            before the first one that the model lacks.
     """
     if isinstance(prediction, str):
         prediction = encode(prediction[: most * _CHARACTERS], special=False)
@@ -39,34 +40,37 @@ def predicted_ids(
 
 
 class PredictedReply:
-    """Drafts the next tokens of a prediction while the reply follows it, and finds it again after a difference.
+    """Drafts the next tokens of a prediction while the reply follows it. After a difference, it looks for the place in
+    the prediction where the reply continues.
 
-    Drafts depend only on the text, so a reply is the same in every batch, under every acceptance rule.
+    Drafts depend only on the text, so the reply is the same in any batch, whichever acceptance rule is used.
 
     Attributes:
         length: Number of tokens of the prediction.
-        accepted: Number of these tokens that the reply contains, in order.
+        accepted: Number of predicted tokens that the reply contains, in order.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = tuple(tokens)
         self._places: dict[tuple[int, int], list[int]] = {}
-        """Pair of tokens -> places after its occurrences in the prediction, ascending."""
+        """Pair of adjacent tokens -> the places after its occurrences in the prediction, in ascending order."""
         for place, pair in enumerate(pairwise(self._tokens), _PAIR):
             self._places.setdefault(pair, []).append(place)
         self._at, self._left_at = 0, 0
-        """Place of the next token, or `length` while the reply differs; place where the reply last began to differ."""
+        """Place of the next token in the prediction (`length` while the reply differs), and the place where the reply
+        last began to differ."""
         self._count, self._agreeing = _FIRST, _PAIR
-        """Length of the next draft; number of tokens that must match to find the prediction again."""
+        """Length of the next draft, and the number of tokens that must match before the prediction is taken up
+        again."""
         self._tail: deque[int] = deque(maxlen=_LONGEST)
         self.length, self.accepted = len(self._tokens), 0
 
     def propose(self, most: int) -> Draft:
-        """Return up to `most` next tokens, or none while the reply differs from the prediction."""
+        """Return a chain of up to `most` predicted tokens. It is empty while the reply differs from the prediction."""
         return Draft.chain(self._tokens[self._at : self._at + max(0, min(self._count, most))])
 
     def observe(self, draft: Draft, tokens: Sequence[int]) -> None:
-        """Follow the tokens of a round. `draft`: The draft that the round verified."""
+        """Follow the prediction along the tokens of a committed round. `draft`: The draft that the round verified."""
         own = bool(draft.tokens) and draft.tokens == self._tokens[self._at : self._at + len(draft.tokens)]
         kept = own and tokens[: len(draft.tokens)] == draft.tokens
         if own:

@@ -1,4 +1,4 @@
-"""The prefix cache: saved states of earlier texts, for prompts that begin with the same tokens."""
+"""The prefix cache: it saves the states of texts for later prompts that begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ Tokens = NDArray[np.int64]
 
 
 _BEHIND, _LEAVING, _ENDING = (1024, 4), (256, 16), (16, 1024)
-"""Texts are written to disk once that saves reading at least this many tokens, and this part of the text (one in ...):
-while they are in memory, so that a killed process loses little; when they leave it; and when the process ends. Each
-file holds a whole text, so writing a growing text at every turn would wear out disks. With a quarter, all files of a
-text have at most five times its size."""
+"""A text is written to disk only if that saves reading enough tokens later: at least this many, and at least this part
+of the text (one token in ...). The three limits apply while the text is in memory (so that a killed process loses
+little), when it leaves memory, and when the process ends. Each file holds a whole text, so writing a growing text at
+every turn would wear out the disk. With a quarter, all files of a text together have at most five times its size."""
 _NOTABLE = 256
-"""Tokens of a cached text and of a prompt after their first difference that make it worth a line in the log."""
+"""A difference is reported if the prompt and the cached text both have at least this number of tokens after it."""
 _SHOWN = 16
-"""Tokens of a `Divergence` that are kept of each text."""
+"""Number of tokens that a `Divergence` shows of each text."""
 _PREFER_MEMORY = 32
-"""Tokens that a text on disk must save beyond a text in memory. Mapping and checking takes as long as reading some."""
+"""A text on disk is preferred to a text in memory only if it saves this number of additional tokens. Mapping and
+checking a file takes as long as reading some tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Hit:
         length: Number of tokens to load.
         target: State of the target.
         drafters: Name of a drafter -> its state.
-        from_disk: True if the states are pages of a file. Copy them soon (`prefix_file.load`).
+        from_disk: True if the states are memory-mapped pages of a file. Copy them soon (`prefix_file.load`).
     """
 
     length: int
@@ -51,28 +52,28 @@ class Hit:
 
 
 class PrefixCache:
-    """Saved texts with LRU eviction, and optionally a folder for texts that memory has no room for. It is not
+    """Saved texts with LRU eviction. A folder can keep the texts for which memory has no room. The cache is not
     thread-safe.
 
     Attributes:
-        queries: Number of prompt tokens looked up (as prefix_cache_queries in vLLM).
-        hits: Number of these tokens found (as prefix_cache_hits in vLLM).
+        queries: Number of prompt tokens that were looked up (like prefix_cache_queries in vLLM).
+        hits: Number of these tokens that were found (like prefix_cache_hits in vLLM).
         nbytes: Memory of all texts in bytes. It never exceeds the limit.
-        disk: The folder, or None.
+        disk: The folder. None if texts are kept only in memory.
     """
 
     def __init__(self, limit: int, seamless: bool = False, disk: PrefixStore | None = None) -> None:
         """Make an empty cache.
 
         Args:
-            limit: Maximum memory, in bytes. Texts that leave the cache hold memory until they are written. They are
-                counted too, up to a quarter of the limit.
+            limit: Maximum memory, in bytes. A text that leaves the cache holds memory until it has been written to
+                disk. Such texts count too, up to a quarter of the limit.
             seamless: Result of `self_check.seamless` for the target.
             disk: The folder.
         """
         self._limit, self._seamless, self.disk = limit, seamless, disk
         self._entries: dict[CachedText, int] = {}
-        """Text -> its bytes, in the order of last use."""
+        """Text -> its size in bytes, least recently used first."""
         self.queries = self.hits = 0
 
     @property
@@ -88,7 +89,8 @@ class PrefixCache:
 
         Args:
             tokens: Token ids of the prompt.
-            needs: Name of the drafter whose state must also be cached (`Drafter.needs_past`). None if there is none.
+            needs: Name of a drafter whose state must also be cached (`Drafter.needs_past`). None if no drafter needs
+                its state.
             adapter: The request's adapter. Only texts with the same adapter are found.
         """
         text = np.asarray(tokens, np.int64)
@@ -104,8 +106,9 @@ class PrefixCache:
     def _longest(
         self, entries: Iterable[CachedText], text: Tokens, needs: str | None, adapter: int | None, length: int = 0
     ) -> tuple[CachedText | None, int]:
-        """Return the entry with the longest usable prefix of a prompt, and its length. None if it is not longer than
-        `length`. `adapter`: None for texts of any adapter. For the other arguments see `find`."""
+        """Return the entry with the longest usable prefix of a prompt, and the length of that prefix. The entry is None
+        if no prefix is longer than `length`. `adapter`: None to search the texts of all adapters. `find` describes the
+        other arguments."""
         found = None
         for entry in entries:
             if adapter in (None, entry.adapter) and self._may_exceed(length, entry, text, needs):
@@ -116,7 +119,7 @@ class PrefixCache:
         return found, length
 
     def _on_disk(self, text: Tokens, needs: str | None, adapter: int, length: int) -> Hit | None:
-        """Do the work of `find` for the folder, if it has more than `length` tokens."""
+        """Return the longest prefix in the folder, if it is longer than the `length` tokens found in memory."""
         if self.disk is None:
             return None
         self.disk.refresh()
@@ -124,11 +127,11 @@ class PrefixCache:
             found, most = self._longest(self.disk.texts, text, needs, adapter, length + (length and _PREFER_MEMORY))
             if found is None:
                 return None
-            if kept := self.disk.read(found):  # or the file was damaged, and is no longer listed
+            if kept := self.disk.read(found):  # otherwise, the file was missing or damaged, and is no longer listed
                 return Hit(most, kept.target, kept.drafters, True)
 
     def divergence(self, tokens: Sequence[int], adapter: int = 0, known: int = 0) -> Divergence | None:
-        """Return where a prompt first differs from the text that agrees with it for longest.
+        """Return the first difference between a prompt and the cached text that shares its longest prefix.
 
         Args:
             tokens: Token ids of the prompt.
@@ -136,7 +139,7 @@ class PrefixCache:
             known: Number of tokens that `find` returned.
 
         Returns:
-            The difference. None if it costs fewer than `_NOTABLE` tokens.
+            The difference, or None if it makes the prompt lose fewer than `_NOTABLE` tokens.
         """
         if len(tokens) - known < _NOTABLE:
             return None
@@ -144,17 +147,18 @@ class PrefixCache:
         for entry in self._all():
             if entry.adapter != adapter or len(entry.tokens) < max(at, 0) + _NOTABLE:
                 continue
-            # A folder may hold thousands of texts, and the token at `at` tells most of them from the prompt.
+            # A folder may hold thousands of texts. Comparing the token at `at` rules out most of them quickly.
             if (at < 0 or entry.tokens[at] == text[at]) and (common := _common(entry.tokens, text)) > at:
                 at, nearest = common, entry.tokens
         if nearest is None or min(len(nearest), len(text)) - at < _NOTABLE:
             return None
         parts = (one[at : at + _SHOWN] for one in (text, nearest))
-        ours, theirs = (tuple(part[part >= 0].tolist()) for part in parts)  # rows of images have no text
+        ours, theirs = (tuple(part[part >= 0].tolist()) for part in parts)  # image rows have no token ids
         return Divergence(at, len(nearest), ours, theirs)
 
     def known(self, tokens: Sequence[int]) -> int:
-        """Estimate how many tokens of a prompt `find` would return, without counting as a use."""
+        """Estimate the number of tokens that `find` would return for a prompt, without counting as a use of the
+        text."""
         return self._longest(self._all(), np.asarray(tokens, np.int64), None, None)[1]
 
     def _all(self) -> list[CachedText]:
@@ -169,11 +173,11 @@ class PrefixCache:
         drafters: Mapping[str, Saved | None] | None = None,
         adapter: int = 0,
     ) -> None:
-        """Store the state of a text. Never store a failed request, because its state may not be finite.
+        """Store the state of a text. Never store the state of a failed request, because it may not be finite.
 
         Args:
-            tokens: Token ids of prompt and reply.
-            prompt: Number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`. Rounds wrote the others.
+            tokens: Token ids of the prompt and the reply.
+            prompt: Number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`. Rounds fed the others.
             target: State of the target.
             drafters: Name of a drafter -> result of `Drafter.save`.
             adapter: The request's adapter.
@@ -181,7 +185,7 @@ class PrefixCache:
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
         entry = CachedText(np.array(tokens, np.int64), prompt, target, kept, adapter)
         if entry.nbytes > self._limit:
-            # In memory, it would evict all other texts, and then itself.
+            # In memory, this text would evict all other texts, and then itself.
             self._write(entry, *_LEAVING)
             self._drop_leaving(self._limit // 4)
             return
@@ -203,7 +207,7 @@ class PrefixCache:
         self._drop_leaving(self._limit // 4)
 
     def clear(self) -> None:
-        """Drop all texts from memory, even if they have not been written to disk."""
+        """Drop all texts from memory, including texts that have not been written to disk."""
         self._entries.clear()
         self._drop_leaving(0)
 
@@ -215,17 +219,17 @@ class PrefixCache:
             self.disk.flush([(text, self._replaced(text)) for text in missing], seconds)
 
     def write(self) -> list[CachedText]:
-        """Begin to write the texts in memory that the disk lacks, in the background, and return them."""
+        """Start writing the texts that are in memory but not on disk, in the background. Return these texts."""
         if not self.disk:
             return []
         self.disk.refresh()
         missing = [text for text in self._entries if self._is_worth_writing(text, *_ENDING)]
-        for text in missing:  # the most recently used comes last, and gets the newest file
+        for text in missing:  # the most recently used text comes last, so that it gets the newest file
             self.disk.offer(text, self._replaced(text))
         return missing
 
     def kept_tokens(self) -> int:
-        """Return the number of tokens of all texts on disk."""
+        """Return the total number of tokens of all texts on disk."""
         if not self.disk:
             return 0
         self.disk.refresh()
@@ -237,7 +241,8 @@ class PrefixCache:
             self.disk.offer(text, self._replaced(text))
 
     def _is_worth_writing(self, text: CachedText, least: int, part: int, waits: bool = True) -> bool:
-        """Return True if the disk lacks enough of a text. `waits`: Count texts that wait to be written as written."""
+        """Return True if writing a text would save reading enough tokens later (see `_BEHIND`). `waits`: Treat texts
+        that wait to be written as if they were on disk."""
         assert self.disk
         others = [*self.disk.texts, *(self.disk.waiting if waits else ())]
         more = []
@@ -247,7 +252,7 @@ class PrefixCache:
         return max(more) >= max(least, len(text.tokens) // part)
 
     def _replaced(self, text: CachedText) -> list[CachedText]:
-        """Return the texts on disk, or waiting to be written, that are not needed once this text is written."""
+        """Return the texts, on disk or waiting to be written, that become superfluous once this text is on disk."""
         assert self.disk
         return [
             other
@@ -261,31 +266,32 @@ class PrefixCache:
         ]
 
     def _leaving(self) -> list[CachedText]:
-        """Return the texts that are no longer in the cache, but hold memory until they are written."""
+        """Return the texts that have left the cache, but hold memory until they are written to disk."""
         return [text for text in (self.disk.waiting if self.disk else ()) if text not in self._entries]
 
     def _drop_leaving(self, limit: int) -> None:
-        """Do not write the oldest of these texts if they hold more than `limit` bytes. A single text is always written,
-        unless the limit is 0."""
+        """Give up writing the oldest texts of `_leaving` until they hold at most `limit` bytes. A single text is always
+        written, unless the limit is 0."""
         leaving = self._leaving()
         while leaving[bool(limit) :] and sum(text.nbytes for text in leaving) > limit:
             assert self.disk
             self.disk.withdraw(leaving.pop(0))
-            _LOG.debug("a prefix is not written to disk: too many wait")
+            _LOG.debug("a prefix is not written to disk, because too many prefixes are waiting")
 
     def _may_exceed(self, length: int, entry: CachedText, text: Tokens, needs: str | None) -> bool:
-        """Return False if an entry cannot be used for more than `length` tokens of a prompt, as its sizes or one token
-        show."""
+        """Return False if it is clear, from lengths and a single token, that no more than `length` tokens of an entry
+        can be used for a prompt."""
         if self._usable(entry, len(text), len(text), needs) <= length or len(entry.tokens) < length + 2:
             return False
         return bool(entry.tokens[length + 1] == text[length + 1])
 
     def _usable(self, entry: CachedText, common: int, prompt: int, needs: str | None) -> int:
-        """Return the usable length of an entry for a prompt of `prompt` tokens that shares its first `common` tokens.
+        """Return how many tokens of an entry can be used for a prompt of `prompt` tokens, if both share their first
+        `common` tokens.
 
         The token after the loaded tokens must be the same as well, because a drafter may have read it together with the
-        hidden states at the last loaded token (EAGLE). And at least one row of the prompt must still be fed, which
-        gives drafters new hidden states.
+        hidden states at the last loaded token (EAGLE). At least one row of the prompt must still be fed, so that
+        drafters receive new hidden states.
         """
         parts = [entry.target.length]
         if needs:
@@ -293,15 +299,15 @@ class PrefixCache:
         return self._whole(entry, min(common - 1, prompt - 2, *parts))
 
     def _most(self, entry: CachedText) -> int:
-        """Return the longest usable length of an entry, for any prompt."""
+        """Return the maximum number of tokens of an entry that any prompt can use."""
         return self._whole(entry, min(len(entry.tokens) - 1, entry.target.length))
 
     def _whole(self, entry: CachedText, length: int) -> int:
-        """Shorten a length so that the cache changes no bit of any text.
+        """Shorten a length such that using the cache does not change a single bit.
 
-        If every pass leaves the same bits (`self_check.seamless`), any length is possible. Otherwise, rows depend on
-        the pass that computed them, so only whole chunks of a prompt are used. Without the cache, a prompt would be cut
-        at the same places and go through the same passes.
+        If all passes leave the same bits (`self_check.seamless`), any length is possible. Otherwise, the bits of a row
+        depend on the pass that computed it, so only whole prompt chunks are used. Without the cache, the prompt would
+        be cut at the same places and would go through the same passes.
         """
         if self._seamless:
             return max(0, length)
@@ -310,8 +316,8 @@ class PrefixCache:
     def _covers(self, one: CachedText, other: CachedText) -> bool:
         """Return True if `one` can replace `other`, ignoring drafters.
 
-        Its text must continue the other text. Its state must allow loading the other text as a whole, and a single
-        token if the other state allows that.
+        The text of `one` must continue the text of `other`. From its state, it must be possible to load all of `other`,
+        and a single token if the state of `other` allows that.
         """
         most, count = self._most(other), len(other.tokens)
         if one.adapter != other.adapter:
@@ -322,7 +328,8 @@ class PrefixCache:
 
 
 def _merged(entry: CachedText, other: CachedText) -> CachedText:
-    """Return `entry` with the longer of both drafter states. `other`: A text that is its prefix or continues it."""
+    """Return `entry` with the longer state of each drafter. `other`: A text that is a prefix of `entry`, or continues
+    it."""
     both = dict(entry.drafters)
     for name, saved in other.drafters.items():
         if name not in both or both[name].length < saved.length:

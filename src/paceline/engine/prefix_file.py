@@ -1,12 +1,12 @@
-"""The file of one cached text: its tokens, and the states of target and drafters after them.
+"""The file format of a cached text: its tokens, and the states of the target and the drafters after these tokens.
 
     magic, version, checksum and sizes of the header      32 bytes
     header: JSON, then tokens and checksums as arrays     see `_Header`
     tensors, each at a multiple of 4096 bytes             mapped into memory when they are loaded
 
-Everything is checked before it is believed: the header by its checksum when a folder is opened, the tensors by one
-checksum per 4 MiB when they are loaded. Nothing in the file is run. States are written field by field (`_pack`), and
-only the classes in `_KINDS` are made from a file.
+Everything is verified before it is used: the header by its checksum, when a folder is opened, and the tensors by one
+checksum per 4 MiB, when they are loaded. A file contains no code that is run. States are written field by field
+(`_pack`), and only instances of the classes in `_KINDS` are created from a file.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from paceline.protocols import Saved
 
 MAGIC = b"paceline prefix\n"
 VERSION = 1
-"""Version of the format. Raise it when old files can no longer be read."""
+"""Version of the format. Increase it with every change that makes old files unreadable."""
 
 _FIXED = struct.Struct("<16sIIII")
-"""Magic, version, CRC-32 of the header, sizes of its JSON and of its arrays."""
+"""Magic, version, CRC-32 of the header, and the sizes of the header's JSON and arrays."""
 _PAGE = 4096
 _BLOCK = 4 << 20
-"""Bytes of a tensor that share a checksum."""
+"""Number of bytes of a tensor that share a checksum."""
 _HEADER_LIMIT = 64 << 20
 _KINDS = {kind.__name__: kind for kind in (Saved, SavedSlabs, SavedHybrid, SavedStates, SavedText, SavedStack)}
 _DTYPES = {
@@ -58,21 +58,21 @@ _DTYPES = {
 }
 
 Form = Any
-"""A state as JSON. Tensors are replaced by their number."""
+"""A state in JSON form. Each tensor is replaced by its number."""
 Numbered = dict[int, tuple[int, Tensor]]
-"""Identity of a tensor -> its number, and the tensor. States share tensors, which are written once."""
+"""`id` of a tensor -> its number in the file, and the tensor. A tensor that several states share is written once."""
 
 
 class DamagedPrefix(Exception):
-    """A file that Paceline wrote, but that is cut off or changed."""
+    """A file was written by Paceline, but is truncated or changed."""
 
 
 class ForeignPrefix(Exception):
-    """A file that is not a prefix file of this version, or that belongs to someone else."""
+    """A file is not a prefix file of this version, or belongs to another model or user."""
 
 
 class Unsupported(Exception):
-    """A state that has no form on disk."""
+    """A state cannot be written to a file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +80,7 @@ class CachedText:
     """A saved text.
 
     Attributes:
-        tokens: The tokens of prompt and reply.
+        tokens: Token ids of the prompt and the reply.
         prompt: Length of the prompt.
         target: State of the target.
         drafters: Name of a drafter -> its state.
@@ -99,7 +99,7 @@ class CachedText:
 
 
 class Place(NamedTuple):
-    """A tensor in a file: its type, its device in memory, and its first byte in the file."""
+    """A tensor in a file: its dtype, its shape, the device that it belongs on, and its first byte in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -116,15 +116,16 @@ class PrefixHeader:
     """The checked header of a file.
 
     Attributes:
-        key: Everything except the tokens that decides the bits of the target's state (`prefix_key.target_key`).
-        keys: The same for the state of each drafter, by name.
+        key: A hash of everything, except the tokens, on which the bits of the target's state depend
+            (`prefix_key.target_key`).
+        keys: Name of a drafter -> the same kind of hash for its state.
         tokens: Token ids of the text.
-        prompt: Length of its prompt.
-        adapter: Number of its adapter.
-        target: Form of the target's state.
-        drafters: Name of a drafter -> form of its state.
+        prompt: Length of the text's prompt, in tokens.
+        adapter: Adapter of the text (see `KVCache.adapters`).
+        target: The target's state, in JSON form.
+        drafters: Name of a drafter -> its state, in JSON form.
         places: The tensors.
-        sums: CRC-32 of each block of the tensors.
+        sums: CRC-32 of each block of the tensors' bytes.
     """
 
     key: str
@@ -138,9 +139,9 @@ class PrefixHeader:
     sums: NDArray[np.uint32]
 
     def text(self, names: Sequence[str], tensors: Sequence[Tensor] | None = None) -> CachedText:
-        """Return the text with the states of the target and of the drafters in `names`.
+        """Return the text, with the state of the target and the states of the drafters in `names`.
 
-        Without `tensors` the states hold no data. They only know their lengths and sizes.
+        Without `tensors`, the states contain no data, only lengths and sizes.
         """
         held = tensors or [torch.empty(place.shape, dtype=place.dtype, device="meta") for place in self.places]
         drafters = {name: _unpack(form, held) for name, form in self.drafters.items() if name in names}
@@ -149,7 +150,7 @@ class PrefixHeader:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrefix:
-    """A text that can be written: JSON of its header, arrays of the header, and tensors with their places."""
+    """A text that is ready to be written: the JSON and the arrays of its header, and its tensors with their places."""
 
     json: Mapping[str, Any]
     tokens: NDArray[np.int64]
@@ -171,7 +172,7 @@ def prepare(text: CachedText, key: str, keys: Mapping[str, str]) -> PreparedPref
         keys: See `PrefixHeader`. Drafters without a key are left out.
 
     Raises:
-        Unsupported: If a state has no form on disk.
+        Unsupported: If a state cannot be written to a file.
     """
     numbered: Numbered = {}
     header = {
@@ -188,7 +189,7 @@ def prepare(text: CachedText, key: str, keys: Mapping[str, str]) -> PreparedPref
     if unknown := {name for name, *_ in kinds} - {*_DTYPES}:
         raise Unsupported(f"a tensor of type {min(unknown)}")
     blocks = sum(-(-x.nbytes // _BLOCK) for x in tensors)
-    # The room for the header: its JSON with a larger number than the end, and its arrays.
+    # Reserve room for the header. Its JSON contains `end`, which is not known yet, so assume the longest number.
     end = _FIXED.size + len(json.dumps(header | {"places": [sys.maxsize, kinds]})) + 4 * (len(text.tokens) + blocks)
     header["places"] = [end, kinds]
     return PreparedPrefix(header, text.tokens, tensors, _places([end, kinds]))
@@ -200,10 +201,10 @@ def write(file: BinaryIO, prepared: PreparedPrefix, until: float = inf) -> None:
     Args:
         file: The file.
         prepared: The text.
-        until: Time (`time.monotonic`) at which to give up.
+        until: Time at which to give up, on the clock of `time.monotonic`.
 
     Raises:
-        TimeoutError: If time is up.
+        TimeoutError: If that time has passed.
         OSError: If the file cannot be written.
     """
     sums = []
@@ -216,7 +217,7 @@ def write(file: BinaryIO, prepared: PreparedPrefix, until: float = inf) -> None:
             file.write(block)
     arrays = prepared.tokens.astype("<i4").tobytes() + np.array(sums, "<u4").tobytes()
     content = json.dumps(prepared.json).encode() + arrays
-    # The header comes last, so that a file that was cut off has none.
+    # Write the header last, so that a file whose writing was interrupted has no header.
     file.seek(0)
     file.write(_FIXED.pack(MAGIC, VERSION, zlib.crc32(content), len(content) - len(arrays), len(arrays)) + content)
 
@@ -225,8 +226,8 @@ def read_header(path: Path) -> PrefixHeader:
     """Read the header of a file.
 
     Raises:
-        DamagedPrefix: If the file is cut off or its header was changed.
-        ForeignPrefix: If it is another kind of file, or it belongs to another user.
+        DamagedPrefix: If the file is truncated, or its header was changed.
+        ForeignPrefix: If it is another kind of file, or belongs to another user.
         OSError: If it cannot be read.
     """
     with _opened(path) as file:
@@ -236,8 +237,9 @@ def read_header(path: Path) -> PrefixHeader:
 def load(path: Path, names: Sequence[str]) -> tuple[PrefixHeader, CachedText]:
     """Map a file into memory, verify it, and return its header and text with the drafters in `names`.
 
-    The tensors are pages of the file. Copy them soon: the system ends a process that reads pages of a file that was
-    truncated in the meantime. Paceline never truncates a file. It replaces and deletes whole files, whose pages stay.
+    The tensors are memory-mapped pages of the file. Copy them soon: if another program truncates the file, the system
+    kills a process that reads the missing pages. Paceline itself never truncates a file. It replaces or deletes whole
+    files, whose mapped pages stay valid.
 
     Raises:
         DamagedPrefix: See `read_header`.
@@ -246,11 +248,11 @@ def load(path: Path, names: Sequence[str]) -> tuple[PrefixHeader, CachedText]:
     """
     with _opened(path) as file:
         header = _read_header(file)
-        # torch needs writable memory. With copy-on-write, the file stays unchanged.
+        # torch needs writable memory. The mapping is copy-on-write, so the file stays unchanged.
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     view = memoryview(buffer)
     blocks = [block for place in header.places for block in _blocks(view[place.start : place.start + place.size])]
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # crc32 runs without the interpreter's lock
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # crc32 releases the interpreter lock
         if [*pool.map(zlib.crc32, blocks)] != header.sums.tolist():
             raise DamagedPrefix("the checksum of its data is wrong")
     return header, header.text(names, [_tensor(buffer, place) for place in header.places])
@@ -296,17 +298,17 @@ def _parse(content: bytes, arrays: bytes) -> PrefixHeader:
     header = PrefixHeader(
         raw["key"], raw["keys"], tokens, raw["prompt"], raw["adapter"], raw["target"], raw["drafters"], places, sums
     )
-    header.text([*header.drafters])  # raises an error if a form is wrong
+    header.text([*header.drafters])  # raises an error if a state is malformed
     return header
 
 
 def _end(places: Sequence[Place]) -> int:
-    """Return the number of bytes before the end of the last tensor."""
+    """Return the offset of the end of the last tensor, in bytes."""
     return max((place.start + place.size for place in places), default=0)
 
 
 def _places(raw: Sequence[Any]) -> list[Place]:
-    """Return the places of tensors, from the end of the header and their dtypes, shapes and devices."""
+    """Return the places of the tensors, given the end of the header and each tensor's dtype, shape and device."""
     end, places = int(raw[0]), []
     for name, shape, device in raw[1]:
         start = -(-end // _PAGE) * _PAGE
@@ -318,10 +320,10 @@ def _places(raw: Sequence[Any]) -> list[Place]:
 
 
 def _pack(value: Any, tensors: Numbered) -> Form:
-    """Return the form of a state or of a part of it, and add its tensors to `tensors`.
+    """Return the JSON form of a state, or of a part of a state, and add its tensors to `tensors`.
 
     Raises:
-        Unsupported: If it has no form.
+        Unsupported: If it contains a value that cannot be written.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -333,18 +335,18 @@ def _pack(value: Any, tensors: Numbered) -> Form:
         return {"entries": [[_pack(key, tensors), _pack(one, tensors)] for key, one in value.items()]}
     if isinstance(value, PendingStates):
         return {"pending": [_pack(part, tensors) for part in value.parts]}
-    if type(value) not in _KINDS.values():  # a subclass may hold more, as the part of one of several processes does
+    if type(value) not in _KINDS.values():  # a subclass may hold more, for example one process's share of the state
         raise Unsupported(type(value).__name__)
     kept = {field.name: getattr(value, field.name) for field in fields(value)}
     return {
         "kind": type(value).__name__,
-        # Functions belong to the running model, which adds its own (`protocols.Restorer`).
+        # Functions are omitted. The running model adds its own (`protocols.Restorer`).
         "fields": {name: _pack(one, tensors) for name, one in kept.items() if not callable(one)},
     }
 
 
 def _unpack(form: Form, tensors: Sequence[Tensor]) -> Any:
-    """Return the part of a state that has this form. Raises various errors if the form is wrong."""
+    """Return the state, or the part of a state, with this JSON form. Raise various errors if the form is malformed."""
     if isinstance(form, list):
         return tuple(_unpack(one, tensors) for one in form)
     if not isinstance(form, dict):

@@ -1,18 +1,21 @@
 """Keys of cached texts on disk: hashes of everything except the tokens that decides the bits of a saved state.
 
-A text on disk is used only if its key is equal. A key that changes without need costs one more reading of a prompt; a
-key that stays the same when bits change would change texts. So keys include too much rather than too little:
+A text on disk is used only if its key is equal. A key that changes without need only means that a prompt is read again.
+A key that stays the same although bits have changed would change texts. So keys include too much rather than too
+little:
 
-- All weights in memory, as they are after quantisation and merging, with the named adapters. A file's name, size and
-  time would not do, because another model may have them. Sampling bytes would miss a change of one row. SHA-256 reads
-  about 1 GB/s on each core, and the weights must be read once anyway.
-- The model's config, which holds rotary options, windows and scales, and the type of its target.
+- All weights in memory, after quantisation and merging, with the named adapters. The name, size and time of a file are
+  not enough, because another model may have the same. Hashing a sample of the bytes would miss a change of one row.
+  SHA-256 reads about 1 GB/s on each core, and the weights must be read once anyway.
+- The model's config, which holds rotary options, windows and scales, and the class of the target.
 - The sources of this package's caches, kernels and models, the code that cuts prompts into chunks, and the version of
-  torch. A number that stands for the order of sums would have to be raised by hand; sources cannot be forgotten.
-- Bits of a short text, computed by a few layers. They differ with dtypes, kernels and options of the cache.
-- Where torch computes: its instruction set and threads. The CPU kernels return the same bits with any of them.
+  torch. A version number for the order of sums would have to be raised by hand, and could be forgotten. The sources
+  cannot.
+- The state after a short text, computed by a few layers. Its bits differ with dtypes, kernels and options of the cache.
+- If torch computes: its instruction set and number of threads. The CPU kernels return the same bits with any of them.
 
-Chat templates and tokenizers act only through the token ids, which are compared with the prompt one by one.
+Chat templates and tokenizers need no place in the key. They act only through the token ids, which are compared with the
+prompt one by one.
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 
 _PROBE = 24
-"""Tokens of the short text."""
+"""Number of tokens in the short text."""
 
 _known: WeakKeyDictionary[Target, str] = WeakKeyDictionary()
-"""Keys of targets. Passes add tables to a target, so that its tensors are hashed only once, before the first pass."""
+"""Keys of targets. A target is hashed once, before its first pass, because passes add tables to its tensors."""
 
 
 def target_key(target: Target) -> str:
@@ -58,7 +61,7 @@ def target_key(target: Target) -> str:
 def drafter_key(drafter: Drafter, target: Target) -> str:
     """Return the key of a drafter's states, in hex, for the same target.
 
-    Drafts decide no text, so the type, the taps and the weights are enough.
+    Drafts do not decide the text, so the key covers only the class, the taps and the weights.
     """
     return _hash(type(drafter).__qualname__, drafter.taps, _digest(tensors_of(drafter, target)))
 
@@ -97,7 +100,7 @@ def _probe(target: Target) -> Sequence[Tensor]:
 
 
 def _digest(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the hash of each tensor. Several are hashed at a time, because hashing needs no interpreter lock."""
+    """Return the hash of each tensor. Threads hash several at a time, because hashing releases the interpreter lock."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return [*pool.map(_hash_tensor, tensors)]
 

@@ -1,11 +1,11 @@
-"""A folder of cached texts, which outlive the process (`prefix_file.py` describes their files).
+"""A folder of cached texts that outlive the process. `prefix_file.py` describes the files.
 
-Several processes may share a folder without locks. A file appears under its name only when it is complete, and is never
-changed. The modification time of a file is the time of its last use, so all processes agree on which was used least
-recently. Each process removes such files before it writes, so that the folder keeps its limit.
+Several processes may share a folder without locks. A file gets its final name only when it is complete, and is never
+changed afterwards. Its modification time is the time of its last use, so all processes agree on the least recently used
+files. Each process removes such files before it writes, which keeps the folder within its limit.
 
-There is no fsync. After a crash of the machine a file may lack some of its data; its checksums then differ, and it is
-removed. Waiting for the disk would only make that rarer.
+Files are written without fsync. If the machine crashes, a file may lack some of its data. Its checksums are then wrong,
+and it is removed. Waiting for the disk would only make that rarer.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from paceline.protocols import restored
 _LOG = logging.getLogger("paceline.prefixes")
 
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.prefix")
-"""Names of finished files: key and text."""
+"""Names of finished files: the start of the key, and a hash of the text."""
 _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.[0-9]+-[0-9]+\.tmp")
 _MOST_FILES = 10_000
-"""Files whose headers are read, the most recently used first."""
+"""Maximum number of files whose headers are read, the most recently used first."""
 _STALE = 600.0
-"""Seconds without a write after which an unfinished file is removed, because its process has died. Checking process
-ids would be faster, but does not work between containers that share a folder."""
+"""Seconds without a write after which an unfinished file is removed, because its process must have died. Checking
+process ids would be faster, but does not work between containers that share a folder."""
 _SETTLED = 50_000_000
-"""Nanoseconds after which a folder's modification time has certainly changed if there was another write."""
+"""Nanoseconds after which another write is certain to change the folder's modification time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A text to write, the files that it replaces, and the time of its last use in nanoseconds."""
+    """A text to write, the texts that it replaces, and the time of its last use, in nanoseconds."""
 
     text: CachedText
     replaces: Sequence[CachedText]
@@ -66,7 +66,8 @@ class _Job:
 
 
 class PrefixStore:
-    """The texts of one target in a folder. Methods are for the engine's thread; texts are written in another one."""
+    """The texts of one target in a folder. Only the engine's thread may call the methods. Another thread writes the
+    texts."""
 
     def __init__(
         self, folder: Path, limit: int, key: str, cache: object, drafters: Mapping[str, tuple[str, Drafter]]
@@ -86,13 +87,13 @@ class PrefixStore:
         self.folder, self.limit = folder, limit
         self._key, self._cache, self._drafters = key, cache, drafters
         self._files: dict[CachedText, str] = {}
-        """Text without data -> name of its file."""
+        """Text (without tensor data) -> name of its file."""
         self._ignored: set[tuple[str, int]] = set()
-        """Names and modification times of files that are not valid."""
+        """Names and modification times of invalid files."""
         self._seen = 0
-        """Modification time of the folder when it was read last."""
+        """Modification time of the folder when it was last read."""
         self._size = 0, 0
-        """Modification time of the folder when its size was determined, and the size."""
+        """Modification time of the folder when its size was last determined, and that size."""
         self._warned: set[object] = set()
         self._lock = threading.RLock()
         self._queue: deque[_Job] = deque()
@@ -103,19 +104,19 @@ class PrefixStore:
 
     @property
     def texts(self) -> list[CachedText]:
-        """The texts in the folder, without data."""
+        """The texts in the folder, without tensor data."""
         with self._lock:
             return [*self._files]
 
     @property
     def waiting(self) -> list[CachedText]:
-        """Texts that wait to be written or are being written. They hold memory."""
+        """The texts that are being written or wait to be written. They hold memory."""
         with self._lock:
             return [*([self._writing] if self._writing else []), *(job.text for job in self._queue)]
 
     @property
     def nbytes(self) -> int:
-        """Size of all files in the folder, of all models, in bytes. 0 if it cannot be read."""
+        """Total size of the folder's files of all models, in bytes. 0 if the folder cannot be read."""
         try:
             changed = self.folder.stat().st_mtime_ns
             if changed != self._size[0]:
@@ -125,11 +126,12 @@ class PrefixStore:
         return self._size[1]
 
     def keeps(self, drafter: str) -> bool:
-        """Return True if files contain the states of this drafter. Drafters that were loaded later have no key."""
+        """Return True if files contain this drafter's states. They do not if the drafter was loaded later, because it
+        has no key."""
         return drafter in self._drafters
 
     def refresh(self, most: int = 100) -> None:
-        """Look for files that other processes have added or removed. `most`: Number of new files to read."""
+        """Look for files that other processes have added or removed. `most`: Maximum number of new files to read."""
         try:
             changed = self.folder.stat().st_mtime_ns
             if changed == self._seen:
@@ -150,14 +152,15 @@ class PrefixStore:
             self._seen = changed
 
     def read(self, text: CachedText) -> CachedText | None:
-        """Return a text of `texts` with its data, and note its use. None if its file is missing or damaged."""
+        """Return a text of `texts` with its tensor data, and mark the file as used. Return None if the file is missing
+        or damaged."""
         name = self._files.get(text)
         if name is None:
             return None
         with self._checking(name):
             began = time.perf_counter()
             found = self._restored(*load(self.folder / name, [*text.drafters]))
-            # Another process may have written another version of the text.
+            # Another process may have replaced the file with another version of the text.
             if found.drafters.keys() == text.drafters.keys() and np.array_equal(found.tokens, text.tokens):
                 with suppress(OSError):
                     os.utime(self.folder / name)
@@ -171,7 +174,7 @@ class PrefixStore:
 
         Args:
             text: The text.
-            replaces: Texts in the folder or in the queue that are not needed once it is written.
+            replaces: Texts, in the folder or in the queue, that become superfluous once this text is on disk.
         """
         with self._lock:
             self._queue = deque(job for job in self._queue if job.text not in replaces)
@@ -183,7 +186,7 @@ class PrefixStore:
                     self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no text waits to be written. Return False if that takes longer than `seconds`."""
+        """Wait until all texts have been written. Return False if that takes longer than `seconds`."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -191,29 +194,29 @@ class PrefixStore:
         return thread is None or not thread.is_alive()
 
     def withdraw(self, text: CachedText) -> None:
-        """Do not write a text that is waiting."""
+        """Remove a text from the queue, so that it is not written."""
         with self._lock:
             self._queue = deque(job for job in self._queue if job.text is not text)
 
     def flush(self, texts: Sequence[tuple[CachedText, Sequence[CachedText]]], seconds: float) -> None:
-        """Write these texts and the waiting ones, as far as time allows.
+        """Write these texts, and then the texts in the queue, as far as time allows.
 
         Args:
-            texts: Texts with the texts that they replace, the most recently used first.
+            texts: Pairs of a text and the texts that it replaces, the most recently used first.
             seconds: Maximum time.
         """
         until, now = time.monotonic() + seconds, time.time_ns()
         with self._lock:
             queued = [*self._queue]
             self._queue.clear()
-        # Each is a microsecond older than the one before it, so that the order of use survives.
+        # Make each text a microsecond older than the text before it, so that the order of use is kept.
         jobs = [_Job(text, replaces, now - 1000 * i) for i, (text, replaces) in enumerate(texts)]
         self.wait(seconds)
         for job in (*jobs, *(job for job in queued if all(job.text is not one.text for one in jobs))):
             self._write(job, until)
 
     def _write_all(self) -> None:
-        """Write the texts of the queue, in a thread that ends when it is empty."""
+        """Write the texts of the queue. This runs in a thread, which ends when the queue is empty."""
         while True:
             with self._lock:
                 self._writing = None
@@ -225,13 +228,13 @@ class PrefixStore:
             self._write(job)
 
     def _write(self, job: _Job, until: float = inf) -> None:
-        """Write a file and remove the files that it replaces. If this fails, only this file is lost."""
+        """Write a file, and remove the files that it replaces. If this fails, only this one file is lost."""
         text = job.text
         name = f"{self._key[:32]}-{_hash(text)}.prefix"
         keys = {drafter: key for drafter, (key, _) in self._drafters.items()}
         try:
             prepared = prepare(text, self._key, keys)
-            if time.monotonic() > until:  # before files are removed for a text that would not be written
+            if time.monotonic() > until:  # check this first: do not remove files for a text that will not be written
                 raise TimeoutError
             if not self._make_room(prepared.size, job.used):
                 return
@@ -254,7 +257,8 @@ class PrefixStore:
 
     @contextmanager
     def _unfinished(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file that gets its name at the end, or is removed after an error."""
+        """Open a temporary file. It gets its final name when the block ends, and is removed if the block raises an
+        error."""
         path = self.folder / f"{name.removesuffix('.prefix')}.{os.getpid()}-{time.monotonic_ns()}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
         try:
@@ -267,11 +271,11 @@ class PrefixStore:
             raise
 
     def _make_room(self, size: int, used: int) -> bool:
-        """Remove the files that were used least recently, until there is room for `size` bytes.
+        """Remove the least recently used files until there is room for `size` bytes.
 
         Returns:
-            True if there is room. Files that were used later than `used` are kept, unless that is in the future: the
-            clock was wrong when they were written.
+            True if there is room. Files that were last used after `used` are kept. If a file's time lies in the future,
+            the clock was wrong when the file was written, so the file may be removed.
         """
         if size > self.limit:
             about = size / 2**30, self.folder, self.limit / 2**30
@@ -288,7 +292,7 @@ class PrefixStore:
         return beyond <= 0
 
     def _listed(self) -> list[tuple[os.DirEntry[str], os.stat_result]]:
-        """Return the files of all models and processes in the folder, finished or not."""
+        """Return all files in the folder, of all models and processes, finished or unfinished."""
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -298,7 +302,7 @@ class PrefixStore:
         return found
 
     def _add(self, name: str) -> bool:
-        """Add a file to the texts. Return False if it is not valid."""
+        """Add a file to the texts. Return False if the file is invalid."""
         with self._checking(name):
             text = self._restored(read_header(self.folder / name))
             with self._lock:
@@ -308,7 +312,7 @@ class PrefixStore:
 
     @contextmanager
     def _checking(self, name: str) -> Iterator[None]:
-        """Catch the errors of reading a file. Remove a damaged one."""
+        """Catch errors while a file is read. Remove the file if it is damaged."""
         try:
             yield
         except FileNotFoundError:
@@ -321,10 +325,11 @@ class PrefixStore:
             _LOG.exception("failed to read the prefix %s", self.folder / name)
 
     def _restored(self, header: PrefixHeader, text: CachedText | None = None) -> CachedText:
-        """Return a file's text for the running model. `text`: The text with its data.
+        """Return a file's text, ready for the running model. `text`: The text with its tensor data, if it has been
+        loaded.
 
         Raises:
-            ForeignPrefix: If it belongs to another model.
+            ForeignPrefix: If the file belongs to another model.
         """
         if header.key != self._key:
             raise ForeignPrefix("it belongs to another model")
@@ -356,7 +361,8 @@ def _hash(text: CachedText) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    """Create the folder if it is missing. Raise `InvalidOption` if other users can change it."""
+    """Create the folder if it is missing. Raise `InvalidOption` if it cannot be used, or if other users can write to
+    it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()

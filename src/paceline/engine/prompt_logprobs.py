@@ -13,23 +13,23 @@ from paceline.types import Forward, Want
 
 
 class PromptReader(Protocol):
-    """Collects data from every row of a prompt. Such a prompt is fed as a whole, without the prefix cache."""
+    """Collects data from every row of a prompt. The whole prompt is then fed, without the prefix cache."""
 
     want: ClassVar[Want]
     """Outputs that `read` needs."""
 
     def read(self, start: int, following: Sequence[int], out: Forward) -> None:
-        """Receive a pass over a chunk of the prompt.
+        """Receive the results of a pass over a chunk of the prompt.
 
         Args:
             start: Position of the first row.
-            following: The token after each row.
+            following: The token that follows each row.
             out: Results of the pass, for one slot.
         """
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens, each with the `top` likeliest tokens at its position."""
+    """Log-probabilities of a prompt's tokens, with the `top` likeliest tokens at each position."""
 
     want: ClassVar[Want] = Want("all")
 
@@ -81,7 +81,8 @@ class PooledStates:
             self.count += len(new)
 
     def vector(self, size: int | None = None) -> list[float]:
-        """Return the first `size` numbers of the mean, normalized to length 1. Some token must have been read."""
+        """Return the first `size` components of the mean, normalized to length 1. At least one token must have been
+        read."""
         assert self._sum is not None
         found: list[float] = torch.nn.functional.normalize(self._sum[:size], dim=0).tolist()
         return found

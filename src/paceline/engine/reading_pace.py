@@ -6,28 +6,31 @@ from collections import deque
 from math import floor, inf
 
 _STALL, _TURN = 0.03, 0.5
-"""Seconds of reading between two rounds, and seconds of reading before new requests are considered if no reply is
-running. A round that takes longer than `_STALL` allows reading for as long as itself."""
+"""Seconds to spend on prompts between two rounds, and seconds to spend on prompts before looking for new requests when
+no reply is running. If a round takes longer than `_STALL`, prompts may take as long as that round."""
 _MIN_SHARED, _MIN_ALONE = 8, 32
-"""Minimum number of tokens to feed with and without running replies. Smaller passes read less efficiently: on CPUs, a
-token in a pass of 16 rows costs 15 to 35 % more than in one of 256 (docs/notes/engine.md#reading-prompts-in-turns)."""
+"""Minimum number of tokens to feed with and without running replies. Smaller passes are less efficient: on CPUs, a
+token costs 15 to 35 % more in a pass of 16 rows than in a pass of 256 rows
+(docs/notes/engine.md#reading-prompts-in-turns)."""
 
 
 class ReadingPace:
-    """Limits the prompt tokens per turn, so that neither running replies nor new requests wait long for a prompt.
+    """Limits the prompt tokens fed per turn, so that a long prompt delays neither running replies nor new requests.
 
-    On a fast machine, `quota` tokens are the limit. On a slow one, they would take seconds, so the time that recent
-    pieces took is the limit. The number of tokens changes no text.
+    On a fast machine, the limit is `quota` tokens. On a slow machine, these would take seconds, so the limit follows
+    from the time per token of recent pieces. The limit never changes a text.
 
     Attributes:
         round_seconds: Duration of the latest round.
     """
 
     def __init__(self, quota: float) -> None:
-        """`quota`: Maximum number of tokens between two rounds. `inf` for no limit, also of time."""
+        """`quota`: Maximum number of tokens between two rounds. `inf` removes all limits, including the limit on
+        time."""
         self._quota = quota
         self._costs: deque[float] = deque(maxlen=4)
-        """Seconds per token of recent pieces. The lowest counts, since a piece may include the loading of a prefix."""
+        """Seconds per token of recent pieces. The lowest one is used, since a piece may include the time to load a
+        prefix."""
         self.round_seconds = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:

@@ -23,29 +23,29 @@ from paceline.vision.prompt import ImagePrompt
 class Request:
     """A reply in progress.
 
-    Its state changes only when a round commits, so a round that fails before the commit can be repeated.
+    A request changes only when a round commits, so a round that fails before its commit can be repeated.
 
     Attributes:
-        token_ids: Token ids of prompt and reply so far. The last one is the pending token, which is not in the cache
-            yet.
+        token_ids: Token ids of the prompt and of the reply so far. The last one is the pending token, which is not in
+            the cache yet.
         num_prompt_tokens: Length of the prompt.
-        sampler: Chooses tokens.
-        stream: Converts tokens to text.
+        sampler: Chooses the reply's tokens.
+        stream: Converts the reply's tokens to text and decides where the reply ends.
         stats: Statistics of the reply.
         slot: The request's slot in the cache.
         policy: The drafter. None for plain decoding.
-        max_draft: Maximum draft per round. None for the maximum of the policy.
+        max_draft: Maximum draft per round. None if the policy's maximum applies.
         prompt_reader: Collects data from the prompt (see `PromptReader`).
-        prediction: Drafts the expected text. It takes precedence over the drafter.
-        num_seen_tokens: Length of the text when the drafter last drafted.
-        finish: The finish reason, once the reply has ended.
+        prediction: Drafts from the expected reply (predicted outputs), in preference to the drafter.
+        num_seen_tokens: Length of `token_ids` when the drafter last drafted.
+        finish: The finish reason. None until the reply ends.
         error: The error that ended the reply.
         active: True if the request holds its slot.
         adapter: See `KVCache.acquire`.
-        resumed: True if the request released its slot and acquired another one.
-        images: The prompt, if it contains images.
+        resumed: True if the request gave up its slot and later acquired another one.
+        images: The prompt with its images. None if it contains no images.
         judged: Controllers that have learned from this request.
-        on_finish: Called once, when the request has ended.
+        on_finish: Called once, with the request, when it has ended.
     """
 
     token_ids: list[int]
@@ -70,21 +70,21 @@ class Request:
 
     @property
     def ids_with_images(self) -> Sequence[int]:
-        """The token ids of prompt and reply, as an `ImagePrompt` if there are images among them."""
+        """The token ids of the prompt and the reply, as an `ImagePrompt` if the prompt contains images."""
         return ImagePrompt(self.token_ids, self.images.images) if self.images else self.token_ids
 
     @property
     def cache_ids(self) -> Sequence[int]:
-        """The ids by which prefix caches compare the text."""
+        """The ids that prefix caches compare. An image has ids of its own, so different images never match."""
         return [*self.images.cache_ids, *self.token_ids[len(self.images) :]] if self.images else self.token_ids
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Use the expected tokens of the reply as drafts."""
+        """Draft from these tokens, which the caller expects the reply to contain (predicted outputs)."""
         self.prediction, self.stats.predicted = PredictedReply(tokens), len(tokens)
 
     @property
     def prefix(self) -> Prefix:
-        """The committed text, in the form that samplers and processors take."""
+        """The committed text, in the form that samplers and logits processors expect."""
         return Prefix(self.token_ids, (), self.num_prompt_tokens)
 
     @property
@@ -100,16 +100,16 @@ class Request:
 def accept(request: Request, draft: Draft, logits: Tensor) -> Trimmed:
     """Verify a draft, without side effects.
 
-    An error, for example in a user's processor or criterion, becomes part of the verdict, so that it ends only this
-    request.
+    An exception, for example from a user's logits processor or stopping criterion, becomes part of the verdict. It then
+    ends this request and no other.
 
     Args:
         request: The request.
-        draft: Its draft.
-        logits: Logits [T, V] of its rows in the pass.
+        draft: The request's draft.
+        logits: Logits [T, V] of the request's rows in the pass.
 
     Returns:
-        The verdict, cut where the reply ends.
+        The verdict, truncated where the reply ends.
     """
     try:
         verdict = RULES[request.sampler.rule](draft, logits, request.sampler, request.prefix)

@@ -1,4 +1,4 @@
-"""Replies for callers: completions, streams and batches."""
+"""The replies that callers receive: completions, streams and batches."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Completion:
 
     Attributes:
         text: The text, without the stop string and anything after it.
-        token_ids: The tokens, including EOS.
+        token_ids: The reply's token ids, including EOS.
         finish_reason: Why the reply ended.
-        stats: Counts and times.
+        stats: Counts and times of the reply.
         prompt_tokens: Length of the prompt, in tokens.
         logprobs: Log-probabilities, one entry per token id. None if they were not requested.
     """
@@ -53,7 +53,7 @@ class Completion:
 
 
 class _Replies(Closable, Iterator[Item]):
-    """Replies that are generated as a caller iterates over them. Base class of `Batch` and `Stream`."""
+    """Replies that are generated while the caller iterates over them. Base class of `Batch` and `Stream`."""
 
     _scheduler: Scheduler | None = None
     """None only if an interrupt ended the constructor."""
@@ -94,7 +94,7 @@ class _Replies(Closable, Iterator[Item]):
 
     @abstractmethod
     def _item(self, index: int, chunk: Chunk) -> Item:
-        """Return the next item of the iteration."""
+        """Return the item that the iteration yields for this chunk."""
 
     @abstractmethod
     def _partial(self) -> object:
@@ -106,8 +106,8 @@ class Batch(_Replies[tuple[int, Chunk]]):
 
     Up to `width` requests share a pass, and each accepts its own number of tokens per round. When a request ends, the
     next one takes its slot. Replies to the same prompt share its prefill if they run at the same time. If a request
-    fails, its error is raised after all others have ended. If it is a `PacelineError`, its `partial` holds all
-    completions.
+    fails, the others run to their end before the error is raised. A `PacelineError` then holds all completions in
+    `partial`.
     """
 
     def _item(self, index: int, chunk: Chunk) -> tuple[int, Chunk]:
@@ -117,17 +117,17 @@ class Batch(_Replies[tuple[int, Chunk]]):
         return self.completions
 
     def stop(self, index: int) -> None:
-        """Cancel one reply. The iteration returns no further chunks of it, and the others continue."""
+        """Cancel one reply. The iteration yields no further chunks of this reply, and the other replies continue."""
         self._tasks[index].cancelled = True
         self._ready = deque(entry for entry in self._ready if entry[0] != index)
 
     @property
     def errors(self) -> dict[int, Exception]:
-        """Index of a reply -> its error, for the replies that have failed so far."""
+        """The errors of the replies that have failed so far, by the reply's index."""
         return {index: task.error for index, task in enumerate(self._tasks) if task.error}
 
     def completion(self, index: int) -> Completion:
-        """Return one reply, with the chunks that the iteration has returned so far.
+        """Return one reply, with the chunks that the iteration has yielded so far.
 
         Raises:
             KeyError: If the reply has not begun.
@@ -138,15 +138,16 @@ class Batch(_Replies[tuple[int, Chunk]]):
 
     @property
     def completions(self) -> list[Completion]:
-        """The replies that have begun, in order, each with the chunks that the iteration has returned so far."""
+        """The replies that have begun, in order, each with the chunks that the iteration has yielded so far."""
         return [self.completion(index) for index, task in enumerate(self._tasks) if task.request]
 
 
 class Stream(_Replies[Chunk]):
-    """One reply as it is generated. Iterate over its chunks. To stop early, close it or leave its `with` block.
+    """One reply as it is generated. Iterate over it to get its chunks. To stop early, close it or leave its `with`
+    block.
 
-    If the reply fails, the stream first returns the tokens of its last complete round, and then raises the error. If it
-    is a `PacelineError`, its `partial` holds the completion so far.
+    If the reply fails, the stream first yields the tokens of the last complete round, and then raises the error. A
+    `PacelineError` holds the completion so far in `partial`.
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
@@ -161,18 +162,19 @@ class Stream(_Replies[Chunk]):
 
     @property
     def prompt_progress(self) -> tuple[int, int]:
-        """Number of prompt tokens that have been read, and of all prompt tokens. Any thread may read this."""
+        """The number of prompt tokens processed so far, and the number of all prompt tokens. Any thread may read
+        this."""
         total = self._request.num_prompt_tokens
         return total - self._task.unread, total
 
     @property
     def completion(self) -> Completion:
-        """The reply, with the chunks that the iteration has returned so far."""
+        """The reply, with the chunks that the iteration has yielded so far."""
         return _completion(self._request, self._shown[0])
 
 
 def _completion(request: Request, shown: Sequence[Chunk]) -> Completion:
-    """Return a reply with these chunks."""
+    """Return a request's completion, built from the chunks that the caller has seen."""
     failed: FinishReason = "error" if request.error else "length" if request.stream.empty else "cancelled"
     return Completion(
         "".join(chunk.text for chunk in shown),

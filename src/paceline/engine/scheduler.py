@@ -1,8 +1,9 @@
-"""Continuous batching: admission, prefill between rounds, preemption. Every reply is driven from here.
+"""Continuous batching: admission, prefill between rounds, preemption. The scheduler drives every reply.
 
-Between two rounds, some prompt tokens are fed (`reading_pace.py` says how many). Several prompts may be partly read:
-three pieces of four are of the prompt with the fewest unread tokens, so that a short prompt does not wait for a long
-one, and the fourth is of the prompt that has waited longest for its next piece, so that every prompt advances.
+Between two rounds, some prompt tokens are fed (`reading_pace.py` decides how many). Several prompts may be partly read
+at the same time. Three out of four pieces come from the prompt with the fewest unread tokens, so that a short prompt
+does not wait for a long one. Every fourth piece comes from the prompt that has waited longest for its next piece, so
+that every prompt makes progress.
 """
 
 from __future__ import annotations
@@ -26,36 +27,37 @@ from paceline.vision.prompt import cache_ids
 _log = logging.getLogger("paceline.engine")
 
 Begin = Callable[[Request | None], Request]
-"""Starts a request. Its argument is a prefilled request with the same prompt, or None."""
+"""A function that starts a request. Its argument is a prefilled request with the same prompt, or None."""
 Fits = Callable[[Sequence[int]], bool]
-"""Returns True if there is memory for texts of these lengths, in tokens."""
+"""A function that returns True if there is memory for texts of these lengths, in tokens."""
 
 _HEADROOM = 256
-"""Number of further tokens that must fit in memory before a text is admitted."""
+"""Number of additional tokens for which there must be memory before a text is admitted."""
 _MAX_CATCH_UP = 4
-"""Maximum multiple of the usual number of prompt tokens that is fed between two rounds while requests are waiting. A
-higher one would shorten the wait for first tokens, but stall running replies."""
+"""While requests are waiting, up to this multiple of the usual number of prompt tokens is fed between two rounds. A
+higher multiple would shorten the wait for first tokens, but would stall running replies."""
 _IN_TURN = 4
-"""One piece in this number is of the prompt that has waited longest."""
+"""Every `_IN_TURN`-th piece comes from the prompt that has waited longest."""
 
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """One reply, which is first waiting, then reading its prompt, running and done.
+    """A reply, which is at first waiting, then reading its prompt, then running, and finally done.
 
     Attributes:
         begin: Starts the request. None if `request` has already been started.
-        prompt: Token ids of the prompt. They are used until the request exists.
-        group: Tasks of a group have the same prompt, and share its prefill if they run at the same time.
-        client: The client of the reply.
-        deadline: Time at which the reply ends, by the scheduler's clock.
-        cancelled: Any thread may set it at any time. The reply then ends before its next round.
-        arrived: Time of creation.
-        started: Time of the first slot.
-        request: The request, once it exists.
-        error: The error that ended the reply.
+        prompt: Token ids of the prompt, which are needed until the request exists.
+        group: The tasks of a group have the same prompt, and share its prefill if they run at the same time. None for
+            no group.
+        client: The client that requested the reply.
+        deadline: Latest time for the reply to end, on the scheduler's clock.
+        cancelled: True to end the reply before its next round. Any thread may set it at any time.
+        arrived: Time at which the task was created.
+        started: Time at which the task got its first slot.
+        request: The request. None until it exists.
+        error: The error that ended the reply, or None.
         done: True if the reply has ended.
-        unread: Number of prompt tokens that must still be fed. An estimate until the reply has a slot.
+        unread: Number of prompt tokens that must still be fed. This is an estimate until the reply has a slot.
     """
 
     begin: Begin | None = None
@@ -73,24 +75,24 @@ class Task:
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and reply so far."""
+        """Number of tokens in the prompt and in the reply so far."""
         return len(self.request.token_ids if self.request else self.prompt)
 
 
 TaskOutput = tuple[Task, list[Chunk]]
-"""New chunks of a task. When the task is `done`, there is a last output, with or without chunks."""
+"""A task and its new chunks. When the task is `done`, there is a last output, with or without chunks."""
 
 
 class Scheduler:
-    """Runs replies in rounds, up to `width` at once. The next task to start is the oldest one of the client with the
-    fewest running replies.
+    """Runs replies in rounds, up to `width` replies at a time. The next task to start is the oldest task of the client
+    that has the fewest active replies.
 
     Between two rounds, at most `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If
-    several tasks could start, this is multiplied by their number, up to `_MAX_CATCH_UP`, until the first prompt is
-    complete. Its first token then does not wait for the other prompts. A waiting task may overtake the prompts that are
-    being read if it has less than half of their unread tokens, so only few prompts are partly read at any time. If
-    memory runs out, the latest reply releases its slot and continues later, with the same text. A reply that fails does
-    not affect the others.
+    several tasks could start, this number is multiplied by the number of these tasks, up to `_MAX_CATCH_UP`, until the
+    first of their prompts is complete. That reply's first token then does not wait for the other prompts. A waiting
+    task may overtake the prompts that are being read if it has less than half the unread tokens of each of them. So
+    only few prompts are partly read at any time. If memory runs out, the latest reply releases its slot, and continues
+    later with the same text. If a reply fails, the other replies are not affected.
     """
 
     def __init__(
@@ -105,17 +107,17 @@ class Scheduler:
         self._pace = ReadingPace(quota)
         self.waiting: deque[Task] = deque()
         self.reading: list[Task] = []
-        """Tasks whose prompts are partly read. The first one has waited longest for its next piece."""
+        """The tasks whose prompts are partly read. The first of them has waited longest for its next piece."""
         self._num_pieces = 0
-        # The order matches the slots. When a reply leaves, a shared cache moves the last slot to its place, so the last
-        # task moves as well.
+        # Tasks are in the order of their slots. When a reply leaves, a shared cache moves the last slot to the free
+        # place, so the last task moves there as well.
         self.running: list[Task] = []
         self._limit = width
-        """Maximum number of slots in use. It is lower than `width` after memory ran out, until a reply ends."""
+        """Maximum number of slots in use. After memory has run out, it is lower than `width` until a reply ends."""
         self._open: dict[Task, None] = {}
         """All tasks that have not ended, oldest first. An interrupt may leave a task in none of the lists above."""
         self._prefilled: dict[Hashable | None, Request] = {}
-        """Group -> its latest prefilled request. Others can copy its state while it holds a slot."""
+        """Group -> its latest prefilled request. Other requests can copy its state as long as it holds a slot."""
 
     @property
     def busy(self) -> bool:
@@ -135,7 +137,8 @@ class Scheduler:
         self.waiting.append(task)
 
     def turn(self) -> list[TaskOutput]:
-        """End cancelled and late tasks, feed prompts and run one round. Return new chunks and ended tasks.
+        """End tasks that are cancelled or past their deadline, feed prompts, and run one round. Return new chunks and
+        ended tasks.
 
         If the round fails, it is repeated for each task separately, so that only the failing tasks end.
         """
@@ -166,7 +169,7 @@ class Scheduler:
     def close(self) -> list[TaskOutput]:
         """End all tasks."""
         tasks = list(self._open)
-        with ExitStack() as every:  # end all of them, even if one raises an error
+        with ExitStack() as every:  # end all tasks, even if one of them raises an error
             for task in reversed(tasks):
                 every.callback(self._end, task)
         self.waiting.clear()
@@ -210,9 +213,9 @@ class Scheduler:
     # Beginning
 
     def _prefill(self) -> list[Task]:
-        """Feed prompts up to this turn's limit. Return the tasks that have ended without a token.
+        """Feed prompts up to the limit of this turn. Return the tasks that ended without a token.
 
-        If there is no memory for a prompt, its task waits again, and the limit is used up.
+        If there is no memory for a prompt, its task goes back to the queue, and no more prompts are fed in this turn.
         """
         startable = min(len(self._may_start()), self._limit - len(self.active))
         limit, fed, ended = self._pace.limit(bool(self.running)), 0.0, list[Task]()
@@ -234,23 +237,24 @@ class Scheduler:
             if task.done:
                 ended.append(task)
             if task not in self.reading and not self._is_shared(task):
-                # The prompt is complete, so its reply waits for a round now: keep to the limit of running replies.
-                # Tasks with the same prompt are started first, so that all of them join that round.
+                # The prompt is complete, so its reply is now waiting for a round, and the limit for running replies
+                # applies. Tasks with the same prompt are started first, so that all of them take part in that round.
                 limit = self._pace.limit(running=True)
         return ended
 
     def _is_shared(self, task: Task) -> bool:
-        """Return True if waiting tasks have the same prompt, which then need not be fed again."""
+        """Return True if waiting tasks have the same prompt, so that they need not feed it again."""
         return task.group is not None and any(one.group == task.group for one in self.waiting)
 
     def _note_progress(self, task: Task, request: Request) -> None:
-        """Record how much of a prompt is left after a piece. If nothing is, the task is running."""
+        """Record the number of tokens that are left to feed after a piece of a prompt. If it is 0, the task is now
+        running."""
         task.unread = request.position - self._engine.cache.lengths[request.slot]
         if task.done or task.unread:
             return
         self.reading.remove(task)
         self.running.append(task)
-        if not request.stream.left:  # an empty reply was requested
+        if not request.stream.left:  # the caller requested an empty reply
             request.finish = "length"
             self._end(task)
         elif task.group is not None:
@@ -260,7 +264,7 @@ class Scheduler:
                     one.unread = 0
 
     def _with_slot(self, task: Task) -> Request:
-        """Return a task's request, which is created or resumed if it has no slot."""
+        """Return a task's request. If it does not exist yet, it is created. If it has no slot, it is resumed."""
         task.started = task.started or self._clock()
         if task.request is None and task.begin:
             source = self._prefilled.get(task.group) if task.group is not None else None
@@ -271,9 +275,9 @@ class Scheduler:
         return request
 
     def _take_next(self) -> Task | None:
-        """Return the task whose prompt is fed next, and move it to the end of `reading`.
+        """Return the task whose prompt is fed next, or None. The task moves to the end of `reading`.
 
-        If a waiting task may start, it leaves the queue first.
+        Before that, a waiting task leaves the queue if it may start.
         """
         if (task := self._startable()) is not None:
             self.waiting.remove(task)
@@ -288,7 +292,7 @@ class Scheduler:
         return task
 
     def _startable(self) -> Task | None:
-        """Return the waiting task that gets the next slot now, if there is one and there is room for it."""
+        """Return the waiting task that may start now, or None if there is no such task, no free slot or no memory."""
         may = self._may_start()
         if not may or len(self.active) >= self._limit:
             return None
@@ -300,7 +304,8 @@ class Scheduler:
         return task
 
     def _may_start(self) -> list[Task]:
-        """Return the waiting tasks that may overtake the prompts that are being read, or all if there are none."""
+        """Return the waiting tasks that need not wait for the prompts that are being read. If none is being read, these
+        are all waiting tasks."""
         least = min((one.unread for one in self.reading), default=inf)
         oldest = min((one.arrived for one in self.reading), default=inf)
         return [one for one in self.waiting if one.arrived <= oldest or (one.prompt and 2 * one.unread < least)]
@@ -314,15 +319,15 @@ class Scheduler:
     # Memory
 
     def _make_room(self) -> None:
-        """Preempt the latest tasks while the texts do not fit in memory."""
+        """Preempt tasks, latest first, until the texts fit into memory."""
         while len(self.active) > 1:
             if self._fits([task.length for task in self.active]):
                 return
             self._preempt(_latest(self.active))
 
     def _preempt(self, task: Task) -> bool:
-        """Move an active task to the front of the queue. Return False if it is the only one, so that waiting would not
-        help."""
+        """Move an active task to the front of the queue. If it is the only active task, waiting would not help. In this
+        case, do nothing and return False."""
         if len(self.active) < 2:
             return False
         self._leave_batch(task)

@@ -1,4 +1,4 @@
-"""The start-up self-check: test if a row's result depends on the other rows of its pass."""
+"""The start-up self-check: test whether a row's result depends on the other rows of its pass."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, with_siblings
 
 _PREFIXES, _ROWS, _LONGEST = (61, 5), 5, 32
-"""Numbers of tokens before the compared rows, number of compared rows, and rows of the longest pass, rounded up.
+"""Numbers of tokens before the compared rows, number of compared rows, and number of rows in the longest pass, rounded
+up.
 
-torch's products may give rows after a short text different bits, and the same bits after a longer one."""
+Both prefixes are needed, because torch's products may give rows different bits after a short text, but the same bits
+after a longer one."""
 
 
 def guarantee(target: Target) -> Guarantee:
-    """Check if speculation can change the bits of logits.
+    """Check whether speculation can change the bits of logits.
 
-    Rows are fed one by one, in chains, in trees, and together with another request. Their logits must be identical, and
-    so must be the logits of the row after them once they are committed. The check takes 16 small passes, or 32 for
-    plain rows and for each adapter if the model has adapters or torch computes some products. If rows differ, it takes
-    three passes. It uses the target's `excerpt` if it has one.
+    The same rows are fed one by one, in chains, in trees, and together with another request. Their logits must be
+    identical. Once they are committed, the logits of the next row must be identical too. The check takes 16 small
+    passes. If the model has adapters or torch computes some products, it takes 32 passes for plain rows and 32 for each
+    adapter. If rows differ, the check stops after three passes. It uses the target's `excerpt` if there is one.
 
     Returns:
-        "bits" if all logits are identical. Text with speculation then equals plain decoding bit for bit. "rounding" if
-        not. A token may then differ if two candidates are nearly equal.
+        "bits" if all logits are identical: text with speculation equals plain decoding bit for bit. Otherwise
+        "rounding": a token may differ if two candidates are nearly equal.
     """
     prefixes: tuple[int, ...] = _PREFIXES
     if isinstance(target, Divisible):
@@ -52,7 +54,7 @@ def check_exact(guarantee: Guarantee, device: torch.device) -> None:
     """
     if guarantee != "bits":
         raise InvalidOption(
-            f"exact=True is not possible: the rows of a pass change each other's last bits in this model on {device}, "
+            f"exact=True is not possible: in this model on {device}, logits depend on the batch composition, "
             "so text equals plain decoding only up to rounding",
             'Use dtype="bfloat16" on a CPU with a C++ compiler, or omit exact=True',
         )
@@ -63,8 +65,8 @@ def _adapters(target: Target) -> int:
 
 
 def _same_bits(target: Target, before: int, adapter: int, neighbour: int) -> bool:
-    """Return True if the guarantee is "bits" after `before` tokens for requests with one adapter. `neighbour`: Adapter
-    of another request."""
+    """Return True if the guarantee is "bits" after `before` tokens, for requests with this adapter. `neighbour`:
+    Adapter of another request in the same pass."""
     before = min(before, target.context_length - _LONGEST)
     tokens = _tokens(target, before + _ROWS)
     cache, path = target.new_cache(), tokens[before:]
@@ -76,7 +78,8 @@ def _same_bits(target: Target, before: int, adapter: int, neighbour: int) -> boo
         ways.append(with_siblings(path[1:], path[0]))
     other = cache.fork(slot)
     singles, alone = _singly(target, cache, other, (*path, path[0])), list[Tensor]()
-    # The longest pass comes first, row by row. If rows change each other's bits, its first row already shows it.
+    # Run the longest pass first, and compare it row by row. If rows change each other's bits, its first row already
+    # shows it.
     for draft, numbers in ways:
         same = cache.fork(slot)
         for i, row in enumerate(_together(target, cache, same, path[0], draft, numbers)):
@@ -85,7 +88,7 @@ def _same_bits(target: Target, before: int, adapter: int, neighbour: int) -> boo
             if not torch.equal(row, alone[i]):
                 return False
         cache.release(same)
-    # Now add a longer text, and a text with another adapter, to the same pass.
+    # Now put a longer text and a text with another adapter into the same pass.
     third = cache.acquire(0, neighbour)
     _feed(target, cache, third, tokens[:before], (PREFILL_ROWS,), prompt=True)
     _, logits = _verify(target, cache, [other, third, slot], path[:1] * 3, [Draft(), Draft(), chain])
@@ -93,7 +96,7 @@ def _same_bits(target: Target, before: int, adapter: int, neighbour: int) -> boo
 
 
 def _singly(target: Target, cache: KVCache, slot: int, tokens: Sequence[int]) -> Iterator[Tensor]:
-    """Feed tokens one by one, and yield the logits of each."""
+    """Feed tokens one by one, and yield the logits after each token."""
     for token in tokens:
         rows, logits = _verify(target, cache, [slot], [token], [Draft()])
         yield logits[0, 0]
@@ -103,8 +106,8 @@ def _singly(target: Target, cache: KVCache, slot: int, tokens: Sequence[int]) ->
 def _together(
     target: Target, cache: KVCache, slot: int, token: int, draft: Draft, path: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Yield the logits of a token and of a draft's path from one pass. Commit these rows, and yield the logits of the
-    same token after them."""
+    """Yield the logits of a token and of a path of a draft, computed in one pass. Then commit these rows, feed the same
+    token again, and yield its logits."""
     rows, logits = _verify(target, cache, [slot], [token], [draft])
     yield from logits[0, [0, *path]]
     cache.commit(rows, [path])
@@ -112,11 +115,11 @@ def _together(
 
 
 def seamless(target: Target, guarantee: Guarantee) -> bool:
-    """Return True if a token leaves the same bits in keys, values and states, no matter which pass feeds it.
+    """Return True if a token leaves the same bits in keys, values and states, whichever pass feeds it.
 
-    The pass may be a prompt chunk of any size or a round. If this is True, a text can continue from any other text with
-    the same prefix (`prefix_cache.py`). The check takes a prompt slightly longer than `BLOCK`, because sums are split
-    there, and a few other passes.
+    The pass may be a prompt chunk of any size, or a round. If the result is True, a text can continue from any other
+    text with the same prefix (`prefix_cache.py`). The check feeds a prompt slightly longer than `BLOCK`, because sums
+    are split there, and a few other passes.
 
     Args:
         target: The target.
@@ -126,7 +129,7 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
     if guarantee != "bits" or length < 2 * _LONGEST:
         return False
     tokens = _tokens(target, length)
-    # Rows with an adapter go through all operations of plain rows as well.
+    # Rows with an adapter also go through all operations of plain rows, so checking them is enough.
     cache, adapter = target.new_cache(), min(1, _adapters(target))
     slot = cache.acquire(length, adapter)
     _feed(target, cache, slot, tokens, (PREFILL_ROWS,), prompt=True)
@@ -146,7 +149,8 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
 
 
 def _feed(target: Target, cache: KVCache, slot: int, tokens: Sequence[int], sizes: Sequence[int], prompt: bool) -> None:
-    """Feed the tokens that the slot lacks, as a prompt or as chains in rounds, in passes that cycle through `sizes`."""
+    """Feed the tokens that the slot lacks, either as a prompt or as chains in rounds. The sizes of the passes cycle
+    through `sizes`."""
     size = cycle(sizes)
     while rest := tokens[cache.lengths[slot] :]:
         length, count = cache.lengths[slot], min(next(size), len(rest))

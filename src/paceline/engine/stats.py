@@ -11,16 +11,16 @@ from paceline.types import Draft, Guarantee, Verdict
 
 Phase = Literal["prefill", "draft", "verify", "commit"]
 Timer = Callable[[], float]
-"""Returns the time in seconds, real or simulated."""
+"""A function that returns the current time in seconds, real or simulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference between a prompt and the cached text that agrees with it for longest.
+    """The first difference between a prompt and the cached text with the longest common prefix.
 
     Attributes:
-        at: Number of tokens that agree.
-        length: Length of the cached text.
+        at: Length of the common prefix, in tokens.
+        length: Length of the cached text, in tokens.
         ours: The next tokens of the prompt.
         theirs: The next tokens of the cached text.
     """
@@ -36,23 +36,24 @@ class Stats:
     """Counts and times of one reply.
 
     Attributes:
-        seed: The seed.
+        seed: The seed of the reply.
         guarantee: See `Guarantee`.
         drafter: Name of the drafter. None for plain decoding.
         adapter: Name of the adapter. None for the model itself.
-        rounds: Number of rounds. Each has one verification pass.
-        tokens: Number of tokens of the reply.
+        rounds: Number of rounds. Each round has one verification pass.
+        tokens: Number of tokens in the reply.
         drafted: Number of drafted tokens.
         accepted: Number of accepted draft tokens.
         accepted_at: At index i, the number of rounds that accepted at least i + 1 draft tokens.
         cached: Number of prompt tokens found in the prefix cache.
-        from_disk: Number of these tokens that were read from its folder on disk.
-        diverged: First difference between the prompt and the most similar cached text, if that matters.
-        predicted: Number of tokens of the prediction (predicted outputs).
-        confirmed: Number of these tokens that the reply contains.
-        draft_failures: Number of rows on which the drafter failed, so that it proposed nothing.
-        seconds: Time by phase.
-        timer: The engine's timer.
+        from_disk: Number of cached tokens that were read from the prefix cache's folder on disk.
+        diverged: First difference between the prompt and the most similar cached text. None if few tokens were lost by
+            it.
+        predicted: Number of tokens in the prediction (predicted outputs).
+        confirmed: Number of predicted tokens that the reply contains.
+        draft_failures: Number of rows for which the drafter proposed nothing because it failed.
+        seconds: Seconds spent in each phase.
+        timer: The engine's clock.
     """
 
     seed: int
@@ -98,7 +99,7 @@ class Stats:
             self.accepted_at[depth] += 1
 
     def close(self) -> None:
-        """End the reply. The time outside the phases becomes "other", so that all phases sum to the wall time."""
+        """End the reply. The time outside all phases is recorded as "other", so the phases add up to the wall time."""
         named = sum(seconds for phase, seconds in self.seconds.items() if phase != "other")
         self.seconds["other"] = self.timer() - self._began - named
 
@@ -122,14 +123,14 @@ class Stats:
 
 
 class Clock:
-    """A stopwatch for consecutive phases."""
+    """A stopwatch that measures consecutive phases."""
 
     def __init__(self, timer: Timer) -> None:
         self.laps: dict[Phase, float] = {}
         self._timer, self._mark = timer, timer()
 
     def lap(self, phase: Phase) -> None:
-        """Add the time since the last lap to `phase`."""
+        """Add the seconds since the previous lap to `phase`."""
         now = self._timer()
         self.laps[phase] = self.laps.get(phase, 0.0) + now - self._mark
         self._mark = now

@@ -12,7 +12,7 @@ DEFAULTS = (
     *("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K"),
     *("Q8_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K", "BF16", "F16", "F32"),
 )
-"""Quantisations in order of preference, for names without a quantisation."""
+"""Quantisations in order of preference, for references that name no quantisation."""
 
 _TAG = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8](?:_\d|_K|_[XSML]{1,3}|_NL)*|BF16|F16|FP16|F32|FP32|MXFP4(?:_MOE)?|TQ[12]_0))(?=[-._/]|$)",
@@ -61,7 +61,8 @@ def parts_of(name: str) -> list[str] | None:
 
 
 def whole(names: Iterable[str]) -> list[list[str]]:
-    """Return the complete models among these files, each as a list of its parts. Models of a single part come first."""
+    """Return the complete models among these files, each as a list of its parts. Models with a single part come
+    first."""
     here = {name for name in names if name.lower().endswith(".gguf") and not _OTHER.search(name)}
     models = []
     for name in sorted(here):
@@ -84,7 +85,7 @@ def choose(names: Iterable[str], quantization: str | None, where: str) -> list[s
         The parts of the model in order.
 
     Raises:
-        ModelNotFound: If there is no such model. The message lists the available ones.
+        ModelNotFound: If there is no such model. The message lists the available models.
     """
     found: dict[str, list[str]] = {}
     for parts in whole(names):
@@ -104,7 +105,7 @@ def choose(names: Iterable[str], quantization: str | None, where: str) -> list[s
 def complete(folder: Path, subfolders: bool = True) -> list[str]:
     """Return the GGUF files in a folder and, optionally, its subfolders, as paths relative to the folder.
 
-    Unfinished downloads are not among them, because their names end differently.
+    Unfinished downloads are not included, because their names end differently.
     """
     found = folder.glob("**/*.gguf" if subfolders else "*.gguf")
     return [path.relative_to(folder).as_posix() for path in found if path.is_file()]

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub.
 
-Folders of safetensors are downloaded by the hub's client, GGUF files by code of our own. The client discards an
-interrupted file and does not check hashes, which is not acceptable for files of several gigabytes.
+The hub's client downloads folders of safetensors, and Paceline's own code downloads GGUF files. The client discards a
+file after an interruption, and does not check hashes, which is not acceptable for files of several gigabytes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", ".gitattributes"]
-"""Every repository contains .gitattributes. Without any match, the client would print a warning."""
+"""Patterns of the files to download. Every repository contains .gitattributes, and the client would print a warning if
+no file matched."""
 _PICKLES = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
 _UNWANTED = ["*/*", "consolidated*"]
 """Files to skip: subfolders and consolidated files contain the same weights in other layouts."""
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
-"""Modules of the hub client's transports. Some of their errors are not an OSError."""
+"""Modules of the transports that the hub's client uses. Some of their errors are not subclasses of OSError."""
 _PIECE = 1 << 20
 _SPARE = 1 << 28
-"""Bytes that a download must leave free on the disk."""
+"""Number of bytes that a download must leave free on the disk."""
 
 
 def store_folder() -> Path:
@@ -73,7 +74,7 @@ def hub_model(
     """
     if not newest and (path := _stored(name, quantization, revision)):
         return path
-    if quantization is None and "gguf" not in name.lower():  # repositories of GGUF files have it in their names
+    if quantization is None and "gguf" not in name.lower():  # repositories of GGUF files have "gguf" in their names
         folder = _snapshot(name, revision, token, quiet, _WANTED)
         if any(folder.glob("*.safetensors")):
             return folder
@@ -224,7 +225,7 @@ def _download(
     def watch(done: int) -> None:
         progress(target.name, done, file.size)
 
-    # The name contains the hash, so that a download never continues a part of another version.
+    # The name contains the hash, so that a download never continues the partial file of another version.
     part = target.with_name(f".{target.name}.{file.sha256[:16]}.incomplete")
     with WeakFileLock(part.with_suffix(".lock")), _Watched(part, watch) as out:
         begun = out.tell()
@@ -284,7 +285,7 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         yield
     except PacelineError:
         raise
-    except Exception as error:  # transports have error types of their own; all others are raised again
+    except Exception as error:  # transports have their own error types; any other error is raised again
         known = isinstance(error, (OSError, HFValidationError))
         if not known and type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise

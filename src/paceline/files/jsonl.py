@@ -1,4 +1,5 @@
-"""JSONL files of any size: random access to lines without loading the file, and appending that survives a kill."""
+"""JSONL files of any size: random access to lines without loading the file, and appending that loses no complete line
+if the process is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _START_OVER = "Use the same options again or another folder, or delete the file 
 
 
 class JsonlFile:
-    """The non-blank lines of a file, read from disk at each access. Only 8 bytes per line stay in memory.
+    """The non-blank lines of a file. Each access reads a line from disk. Only 8 bytes per line stay in memory.
 
     Lines that are appended later are ignored.
 
@@ -79,9 +80,9 @@ class JsonlFile:
 
 
 class Journal(Closable):
-    """A JSONL file for appending lines. After a kill, it contains every line that was appended.
+    """A JSONL file to which lines are appended. Even if the process is killed, it keeps every line that was appended.
 
-    A kill can leave a partial last line, which is removed when the file is opened again.
+    If the process is killed, the last line may be incomplete. It is removed when the file is opened again.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
@@ -102,7 +103,7 @@ class Journal(Closable):
             self._file.truncate(size)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row and pass it to the operating system at once."""
+        """Append a row, and hand it to the operating system immediately."""
         self._write(_line(row))
 
     def _write(self, line: bytes) -> None:
@@ -121,7 +122,7 @@ class BoundedJournal(Journal):
     """
 
     def __init__(self, path: Path, mode: int, limit: int, header: Mapping[str, Any]) -> None:
-        """Open or create the file. Raises as `Journal`."""
+        """Open or create the file. Raise the errors of `Journal`."""
         super().__init__(path, mode)
         self._path, self._mode, self._half, self._header = path, mode, limit // 2, header
         self._size = path.stat().st_size
@@ -129,7 +130,7 @@ class BoundedJournal(Journal):
             self._begin()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row, unless it is too long to be kept."""
+        """Append a row, unless the row is longer than the limit allows."""
         line = _line(row)
         if self._size + len(line) > self._half:
             if len(line) + len(_line(self._header)) > self._half:
@@ -159,7 +160,7 @@ def older(path: Path) -> Path:
 
 
 def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Check that a file is continued with the settings of its beginning.
+    """Check that a file is continued with the settings that it was begun with.
 
     The settings are stored next to the file (`answers.jsonl` -> `answers.settings.json`) before its first line is
     written.
@@ -192,7 +193,8 @@ def _settings(path: Path) -> dict[str, Any]:
 def replace_with(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file atomically.
 
-    `write` fills a new file next to it, which is then renamed. If that fails, the old file stays unchanged.
+    `write` fills a new file in the same folder, which then replaces the old file. If that fails, the old file stays
+    unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")

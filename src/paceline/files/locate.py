@@ -1,4 +1,4 @@
-"""Resolving model references to local files."""
+"""Resolve references to models to local files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resolve(
     Raises:
         ModelNotFound: If there is no such model, or it cannot be downloaded.
         UnsupportedModel: If it has no supported files.
-        CorruptModel: If a downloaded file is damaged.
+        CorruptModel: If a downloaded file has the wrong hash.
     """
     name = str(reference)
     if isinstance(reference, str) and name in PACKAGED:
@@ -81,5 +81,5 @@ def _in_folder(folder: Path) -> Path:
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if this is the folder of an adapter without its base model."""
+    """Return True if a folder contains an adapter without its base model."""
     return (path / ADAPTER_CONFIG).exists() and not (path / "config.json").exists()

@@ -43,7 +43,7 @@ class HubName(NamedTuple):
 
     Attributes:
         repository: "owner/name".
-        quantization: Quantisation to choose among GGUF files. None means the default.
+        quantization: The quantisation to choose among the GGUF files. None for the default.
     """
 
     repository: str
@@ -51,7 +51,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str) -> HubName | None:
-    """Parse a short name or a hub id, with an optional quantisation after a colon. Return None for any other name."""
+    """Parse a short name or a hub id, which a colon and a quantisation may follow. Return None for any other name."""
     if name in ALIASES:
         return HubName(ALIASES[name], None)
     alias, _, quantization = name.rpartition(":")

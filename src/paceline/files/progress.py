@@ -17,7 +17,7 @@ Advance = Callable[[int, int], None]
 def progress_bar(title: str, visible: bool) -> Iterator[Advance]:
     """Show a progress bar on stderr if the context lasts for longer than `PATIENCE` seconds.
 
-    The bar moves to and fro until the yielded function is called.
+    The bar moves back and forth until the yielded function is called for the first time.
     """
     if not visible:
         yield lambda done, total: None
@@ -35,5 +35,5 @@ def progress_bar(title: str, visible: bool) -> Iterator[Advance]:
     finally:
         starter.cancel()
         starter.join()
-        if bar.live.is_started:  # stopping a bar that never started writes an empty line if stderr is not a terminal
+        if bar.live.is_started:  # stopping a bar that was never shown writes an empty line if stderr is not a terminal
             bar.stop()

@@ -1,7 +1,7 @@
-"""Reading files of a model folder, which are untrusted input.
+"""Read the files of a model folder, which are untrusted input.
 
-Only regular files (or links to them) are opened, so that a pipe or a device cannot block the reader. Sizes are limited.
-The depth of JSON is limited too, so that recursive code cannot exhaust the stack.
+Only regular files (or links to them) are opened, so that a pipe or a device cannot block the reader. File sizes are
+limited. The nesting depth of JSON is limited too, so that recursive code cannot exhaust the stack.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mapped(NamedTuple):
 
     Attributes:
         buffer: The mapped memory.
-        identity: Values that differ for any other file, and for another version of this file.
+        identity: Values that identify this version of this file. They differ for any other file or version.
     """
 
     buffer: mmap
@@ -61,7 +61,7 @@ class Mapped(NamedTuple):
 
     def bytes(self, start: int, size: int) -> Tensor:
         """Return `size` > 0 bytes of the file as uint8, without reading them."""
-        import torch  # not above: commands that only look for files start faster without it
+        import torch  # imported here because commands that only look for files start faster without it
 
         return torch.frombuffer(self.buffer, dtype=torch.uint8, count=size, offset=start)
 
@@ -78,7 +78,7 @@ def map_file(path: Path) -> Mapped:
         if not state.st_size:
             raise CorruptModel(f"{path} is empty", "Download the model again")
         try:
-            # torch needs writable memory. With copy-on-write, the file stays unchanged.
+            # torch needs writable memory. The mapping is copy-on-write, so the file stays unchanged.
             buffer = mmap(file.fileno(), 0, access=ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise ModelNotFound(f"cannot map {path} into memory ({error})", "Check memory and file system") from error
@@ -137,7 +137,7 @@ def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_
 
 
 def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str, Any]:
-    """Return `read_json`, or {} if there is no such file."""
+    """Return the JSON object in a file (see `read_json`), or an empty dict if the file does not exist."""
     return read_json(path, fields) if path.exists() else {}
 
 
@@ -145,8 +145,8 @@ def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str
 def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
     """Convert any error of a library to a `CorruptModel` with this cause and the library's reason.
 
-    A `MemoryError` is not converted, since it does not depend on the file. tokenizers raises plain `Exception` and, for
-    a panic in its Rust code, a `BaseException` that cannot be imported.
+    A `MemoryError` is not converted, because the file is not its cause. The library tokenizers raises plain
+    `Exception`. For a panic in its Rust code, it raises a `BaseException` of a class that cannot be imported.
     """
     try:
         yield

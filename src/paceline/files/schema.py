@@ -1,8 +1,8 @@
-"""Types and ranges of the fields in a model's files, with one table for each kind of file.
+"""The types and ranges of the fields in a model's files. There is one table for each kind of file.
 
 All values from JSON or GGUF metadata pass `check` before they are used, so later code can rely on types and sizes. The
 upper bounds are far above any published model, but low enough that no single field can exhaust time or memory. Fields
-without an entry are not read, or only compared.
+without an entry are not read, or are only compared with known values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from paceline.errors import CorruptModel, one_line
 
 CORRECT = "Correct the file or fetch the model again"
-"""Remedy for a wrong config, which may have been edited by hand."""
+"""The advice for a wrong config, which may have been edited by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class FieldKind:
 
     Attributes:
         what: Description, such as "a string".
-        holds: Returns True for values of this kind.
+        holds: A function that returns True for values of this kind.
         many: Plural of `what`.
-        every: If set, all values of this Python type are of this kind. Long lists are then checked by their set of
-            types.
+        every: A Python type whose values are all of this kind, or None. With it, a long list is checked by the set of
+            its elements' types.
     """
 
     what: str
@@ -87,7 +87,7 @@ def listed(kind: FieldKind) -> FieldKind:
         if not isinstance(x, list):
             return False
         types = set(map(type, x))
-        # A vocabulary has hundreds of thousands of tokens, but few types of tokens.
+        # A vocabulary has hundreds of thousands of tokens, but its list of token types has few distinct numbers.
         return types == {kind.every} or all(map(kind.holds, set(x) if types == {int} else x))
 
     what = f"of {kind.many}"
@@ -120,7 +120,7 @@ def record(**fields: FieldKind) -> FieldKind:
 
 
 def each(kind: FieldKind, *names: str) -> dict[str, FieldKind]:
-    """These fields, all of one kind."""
+    """Return a table that gives all these fields the same kind."""
     return dict.fromkeys(names, kind)
 
 

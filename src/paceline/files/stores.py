@@ -1,4 +1,4 @@
-"""Models on this machine, downloaded by Paceline, the hub's client, Ollama or LM Studio."""
+"""The models on this machine that Paceline, the hub's client, Ollama or LM Studio have downloaded."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _LONGEST_MANIFEST = 1 << 20
 _MOST = 10_000
-"""Maximum number of files of a store to look at."""
+"""Maximum number of files to look at in a store."""
 
 
 _OTHERS = {"ollama": "Delete it with `ollama rm`", "lmstudio": "Delete it in LM Studio"}
-"""Store of another program -> how to delete a model in it."""
+"""Another program's store -> how to delete a model from it."""
 
 
 class StoredModel(NamedTuple):
     """A model on this machine.
 
     Attributes:
-        name: Name for `find`.
-        path: File or folder.
+        name: The name under which `find` finds the model.
+        path: The model's file or folder.
         size: Size in bytes.
         store: Name of the store that contains it.
     """
@@ -56,7 +56,7 @@ def stored_models(everything: bool = False) -> list[StoredModel]:
 
 
 def name_of(path: Path) -> str:
-    """Return the name under which `stored_models` lists this file or folder, else its path."""
+    """Return the name under which `stored_models` lists this file or folder. If it is not listed, return its path."""
     return next((model.name for model in stored_models(everything=True) if model.path == path), str(path))
 
 
@@ -93,7 +93,7 @@ def remove(model: StoredModel) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file. If it links to a blob of the hub's client, also delete the blob, unless another snapshot uses
+    """Delete a file. If it is a link to a blob of the hub's client, also delete the blob, unless another snapshot uses
     it."""
     blob = path.resolve()
     path.unlink()
@@ -122,7 +122,7 @@ def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
         if weights:
             size = _size(config.parent, weights)
             found.append(StoredModel(config.parent.relative_to(folder).as_posix(), config.parent, size, "folder"))
-    # Use only the last part of a name if it is unique.
+    # If the last part of a name is unique, use only that part.
     last = [model.name.rpartition("/")[2] for model in found]
     return [
         model._replace(name=short) if last.count(short) == 1 else model

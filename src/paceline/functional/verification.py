@@ -18,16 +18,16 @@ from paceline.verify.rules import walk
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Result of one round for each request.
+    """The result of a round for each request.
 
     Attributes:
-        tokens: The accepted candidates, then the target's own token (correction or bonus), int64 [B, D + 1], padded
-            with -1. The last one is the next pending token.
+        tokens: The accepted candidates, followed by the token that the target adds (correction or bonus), int64 [B, D +
+            1], padded with -1. The last token is the next pending token.
         counts: Number of tokens of each request, int64 [B].
-        path: The rows that stay in the cache in addition to row 0, int64 [B, D], padded with -1. There is one row less
-            than tokens.
-        broken: bool [B], True if a visited row of the target's logits has no finite maximum. The round ends above this
-            row: tokens accepted before it are valid, and if there are none, the request does not change.
+        path: The rows that stay in the cache in addition to row 0, int64 [B, D], padded with -1. There is one row fewer
+            than there are tokens.
+        broken: True if the target's logits at a visited row have no finite maximum, bool [B]. The round ends above this
+            row. Tokens that were accepted before it are valid. If there are none, the request does not change.
     """
 
     tokens: Tensor
@@ -36,7 +36,8 @@ class Accepted:
     broken: Tensor
 
     def cut(self, limit: Tensor) -> Accepted:
-        """Keep at most `limit` [B] tokens of each request, for a stop condition. 0 leaves the request unchanged."""
+        """Keep at most `limit` [B] tokens of each request, to apply a stop condition. With 0 tokens, a request does not
+        change."""
         expect("limit", limit, None, *self.counts.shape)
         counts = self.counts.minimum(limit).clamp(min=0)
         column = torch.arange(self.tokens.shape[1], device=counts.device)
@@ -49,11 +50,11 @@ class Accepted:
 
 
 def verify_greedy(tree: CandidateTree, logits: Tensor) -> Accepted:
-    """Accept the target's most likely tokens, ties to the lowest id. The text equals plain greedy decoding.
+    """Accept the target's most likely tokens, and the lowest id in a tie. The text equals plain greedy decoding.
 
     Args:
         tree: Candidates.
-        logits: The target's logits of every row, [B, T, V].
+        logits: The target's logits at every row, [B, T, V].
 
     Raises:
         InvalidOption: If a shape or token is not valid.
@@ -75,10 +76,10 @@ def verify_sampling(
 
     Args:
         tree: Candidates.
-        logits: The target's logits of every row, [B, T, V]. To exclude tokens (top-k, top-p), set them to -inf.
+        logits: The target's logits at every row, [B, T, V]. To exclude tokens (top-k, top-p), set them to -inf.
         temperature: A number or a tensor [B]. 0 means greedy.
         noise: Standard Gumbel noise [B, D + 1, V]. `noise[:, d]` belongs to the token d + 1 places after the pending
-            one. If the noise depends only on the place in the text (`paceline.sampling.noise`), the text equals plain
+            token. If the noise depends only on the place in the text (`paceline.sampling.noise`), the text equals plain
             decoding with the same noise.
         generator: Source of the noise if `noise` is None.
 
@@ -110,19 +111,21 @@ def verify_rejection(
     uniforms: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Accepted:
-    """Accept a candidate x with probability min(1, p(x) / q(x)), or else try its next sibling against the residual.
+    """Accept a candidate x with probability min(1, p(x) / q(x)). After a rejection, try its next sibling against the
+    residual.
 
-    See `verify.rejection.rejection_walk`. The text has exactly the target's distribution. For most drafters, more
-    tokens are accepted than by `verify_sampling`.
+    See `verify.rejection.rejection_walk`. The text has exactly the target's distribution. With most drafters, it
+    accepts more tokens than `verify_sampling`.
 
     Args:
-        tree: Candidates. Siblings are in the order in which they were drawn from q without replacement, as in `sample`.
-        logits: The target's logits of every row, [B, T, V].
-        q: Distribution from which the children of each row were drawn, [B, T, V]. A child with q = 0, or any child of a
+        tree: Candidates. Siblings must be in the order of their draws from q without replacement, as `sample` returns
+            them.
+        logits: The target's logits at every row, [B, T, V].
+        q: The distribution that each row's children were drawn from, [B, T, V]. A child with q = 0, or any child of a
             row where q is not finite, counts as chosen instead of drawn: it is accepted with probability p(x).
         temperature: Temperature of the target, a number or a tensor [B]. 0 means greedy.
-        uniforms: Numbers in [0, 1), [B, D + 1, S + 1] with S = tree.max_branch: one for each sibling, and the last one
-            for the target's own token. They must be independent of the draws of the candidates.
+        uniforms: Numbers in [0, 1), [B, D + 1, S + 1] with S = tree.max_branch: one for each sibling, and a last one
+            for the token that the target adds. They must be independent of the draws of the candidates.
         generator: Source of the numbers if `uniforms` is None.
 
     Raises:
@@ -159,8 +162,8 @@ def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor,
         accepted: Result of the round.
 
     Returns:
-        New tokens [B, L'], padded with -1, and new lengths [B]. L' exceeds L if the longest text needs it. Finding out
-        waits for the device.
+        The new tokens [B, L'], padded with -1, and the new lengths [B]. L' is greater than L if the longest text needs
+        more room. To find that out, the function waits for the device.
 
     Raises:
         InvalidOption: If a shape is not valid.
@@ -178,7 +181,7 @@ def append(tokens: Tensor, lengths: Tensor, accepted: Accepted) -> tuple[Tensor,
 
 
 def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
-    """Move the keys or values of the accepted rows next to the committed text, in place.
+    """Move the keys or values of the accepted rows directly after the committed text, in place.
 
     Only the columns of the longest path are copied. Columns after the new length keep their contents until the next
     round overwrites them.
@@ -199,7 +202,7 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
     kept = accepted.path > 0
     place = torch.arange(1, kept.shape[1] + 1, device=kept.device)
     shape = (-1, cache.shape[1], -1, cache.shape[3])
-    # A padded step copies row 0 onto itself.
+    # A padding step copies row 0 onto itself.
     old, new = (
         (lengths[:, None] + rows.where(kept, 0))[:, None, :, None].expand(shape)
         for rows in (accepted.path, place.expand_as(kept))
@@ -208,14 +211,15 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
 
 
 class _GivenChance:
-    """The target's distributions in a round of one request, and its random draws (`verify.rejection.Chance`)."""
+    """The target's distributions in one request's round, and the random draws (`verify.rejection.Chance`)."""
 
     def __init__(self, logits: Tensor, temperature: float, uniforms: list[list[float]]) -> None:
         self._logits, self._temperature, self._uniforms = logits, temperature, uniforms
         self._depth = self._tried = 0
 
     def shaped(self, row: int, path: Sequence[int]) -> Tensor:
-        """Return p [V]. It is NaN for a row without a finite maximum: there the walk ends without accepting."""
+        """Return p [V]. It is NaN for a row without a finite maximum. The walk ends at such a row, and accepts nothing
+        there."""
         self._depth, self._tried = len(path), 0
         return (self._logits[row] / self._temperature).softmax(-1).cpu()
 
@@ -228,22 +232,23 @@ class _GivenChance:
 
 
 def draw(p: Tensor, uniform: float) -> int:
-    """Draw a token by inverting the cumulative sum of p [V]. p need not be normalised."""
+    """Draw a token from p [V], which need not be normalised, by inverting its cumulative sum."""
     edges = p.cumsum(-1)
     token = int(torch.searchsorted(edges, uniform * edges[-1], right=True))
-    # If `uniform` is almost 1, the product may round to the whole sum.
+    # If `uniform` is almost 1, the product may round to the full sum.
     return token if token < len(p) else int(p.argmax())
 
 
 def _best(logits: Tensor) -> list[list[int]]:
-    """Return the most likely token after each row, [B][T], or `NONE` (which ends a walk) without a finite maximum."""
+    """Return the most likely token after each row, [B][T]. It is `NONE`, which ends a walk, if the row has no finite
+    maximum."""
     best = logits.max(-1)
     tokens: list[list[int]] = best.indices.where(best.values.isfinite(), NONE).tolist()
     return tokens
 
 
 def _accepted(tree: CandidateTree, verdicts: Sequence[Verdict]) -> Accepted:
-    """Pack the results of walks, without the `NONE` at which a walk ended at a broken row."""
+    """Pack the results of walks. Leave out the final `NONE` of a walk that ended at a broken row."""
     device, depth = tree.tokens.device, tree.max_depth
     broken = [verdict.tokens[-1] == NONE for verdict in verdicts]
     counts = [len(verdict.tokens) - end for verdict, end in zip(verdicts, broken, strict=True)]

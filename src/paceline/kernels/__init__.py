@@ -1,1 +1,1 @@
-"""Matrix products and quantisation."""
+"""Matrix products, quantisation and activations."""

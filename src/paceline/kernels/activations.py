@@ -23,8 +23,8 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
 def _gelu(x: Tensor, approximate: str) -> Tensor:
     """GELU that gives each row the same bits in every pass.
 
-    torch vectorises the CPU version, and computes the elements that do not fill a vector with another function. Which
-    elements these are depends on the number of rows. In float64 the difference disappears when the result is rounded.
+    On CPUs, torch computes the elements that do not fill a SIMD vector with another function. The number of rows
+    decides which elements these are. In float64, the difference disappears when the result is rounded.
     """
     return F.gelu(x.double() if x.device.type == "cpu" else x, approximate=approximate).to(x.dtype)
 

@@ -21,23 +21,23 @@ from paceline.kernels.stored import Stored
 
 
 class Linear(Protocol):
-    """x W^T + b for W [out, in]: [..., in] -> [..., out]."""
+    """A matrix product with a weight W [out, in]: x W^T + b, from [..., in] to [..., out]."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + x W^T + b."""
+        """Return residual + x W^T + b."""
         return residual + self(x)
 
     def precise(self, x: Tensor) -> Tensor:
-        """The product in float32 or wider, for logits."""
+        """Return the product in float32 or wider, for logits."""
         y = self(x)
         return y if y.dtype == torch.float64 else y.float()
 
     @abstractmethod
     def weight(self) -> Tensor:
-        """Return W [out, in] as it was given, or dequantised to float32 if it was given as codes."""
+        """Return W [out, in] as it was given. If it was given as codes, return it dequantised to float32."""
         ...
 
 
@@ -50,7 +50,7 @@ _MAKE: ContextVar[Make | None] = ContextVar("make", default=None)
 def products(make: Make) -> Iterator[None]:
     """Build the products of models inside this context with `make` instead of choosing the fastest kernel.
 
-    Products of quantised weights are exact, and are built as usual.
+    Products with quantised weights are exact, so they are built as usual.
     """
     token = _MAKE.set(make)
     try:
@@ -62,7 +62,7 @@ def products(make: Make) -> Iterator[None]:
 def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linear:
     """Choose the fastest product for the weight's dtype and device.
 
-    Quantised weights round the activations to 8 bits, with scales per row.
+    Products with quantised weights round the activations to 8 bits, with separate scales for each row.
 
     Args:
         weight: W [out, in]. The product may copy it into another layout.
@@ -140,10 +140,10 @@ class _Packed(Linear):
 
 
 class _Coded(Linear):
-    """A product with quantised weights on any device, one group at a time.
+    """A product with quantised weights, for any device. It computes one group at a time.
 
     The sum of a group consists of integers below 2^24, so it is exact in float32 in any order. The groups are added in
-    order. A row therefore has the same bits whatever the other rows are. This path is slow; the CPU kernels are fast.
+    order. So a row's bits do not depend on the other rows. This code is slow. The CPU kernels are fast.
     """
 
     def __init__(self, codes: Codes, bias: Tensor | None) -> None:
@@ -199,7 +199,7 @@ def _native(weight: Tensor | Codes) -> bool:
     values = weight.codes if isinstance(weight, Codes) else weight
     if values.device.type != "cpu":
         return False
-    # Ask for the library last: the first call may compile it.
+    # Ask for the library last, because the first call may compile it.
     return (isinstance(weight, Codes) or weight.dtype in FLOAT_KINDS) and library() is not None
 
 
@@ -216,10 +216,10 @@ def takes_stored(dtype: torch.dtype, coded: bool, device: torch.device) -> bool:
 
 
 def free_rows(device: torch.device) -> int:
-    """Return the number of rows up to which a pass is limited by reading the weights.
+    """Return the maximum number of rows for which reading the weights dominates the time of a pass.
 
-    Learned drafters begin with drafts of this size. A pass of the demo model in bfloat16 takes 11.5 ms for 1 row, 14.3
-    ms for 8 rows and 19.2 ms for 16 rows (docs/notes/kernels.md#the-time-budget-of-a-pass).
+    Learned drafters use it as the size of their first drafts. A pass of the demo model in bfloat16 takes 11.5 ms for 1
+    row, 14.3 ms for 8 rows and 19.2 ms for 16 rows (docs/notes/kernels.md#the-time-budget-of-a-pass).
     """
     return 8 if device.type == "cpu" else 128
 
@@ -231,7 +231,8 @@ def fast_bfloat16() -> bool:
 
 @cache
 def packs_bfloat16() -> bool:
-    """Return True if this CPU and this torch have oneDNN's packed bfloat16 product, found out by trying a small one."""
+    """Return True if this CPU and this build of torch support oneDNN's packed bfloat16 product. A small product is
+    tried to find out."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     try:

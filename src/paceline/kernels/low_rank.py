@@ -1,8 +1,9 @@
-"""Low-rank adapters of products (LoRA, Hu et al., arXiv 2106.09685), kept apart from the weights instead of merged.
+"""Low-rank adapters for products (LoRA, Hu et al., arXiv 2106.09685), which are kept separate from the weights instead
+of being merged.
 
-A pass may hold rows of several adapters. The base product is computed for all rows at once, and each slot's adapter
-adds B (A x) to the rows of that slot. So no row depends on the adapter of another row, and a row without an adapter has
-the same bits as in a model without adapters.
+A pass may contain rows with different adapters. The base product is computed for all rows at once, and each slot's
+adapter adds B (A x) to the rows of that slot. So a row never depends on the adapter of another row, and a row without
+an adapter has the same bits as in a model without adapters.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def adapted_pass(adapters: Sequence[int]) -> Iterator[None]:
     """Select the adapter of each slot for the torch layers that run inside this context.
 
     Args:
-        adapters: Adapter number for each slot of the pass, starting at 1; 0 selects no adapter.
+        adapters: For each slot of the pass, the index of its adapter, counted from 1, or 0 for no adapter.
     """
     token = _ADAPTERS.set(adapters if any(adapters) else ())
     try:
@@ -64,7 +65,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The factors of an adapter for one product: a [r, in], b [out, r]."""
+    """The factors of an adapter for one product: `a` [r, in] and `b` [out, r]."""
 
     a: Tensor
     b: Tensor
@@ -74,7 +75,7 @@ class LowRank:
         """Combine the factors of several projections that are computed as one product.
 
         Args:
-            parts: (A, B) of each projection, or None for a projection that the adapter does not change.
+            parts: (A, B) for each projection, or None for a projection that the adapter does not change.
             outputs: Number of outputs of each projection.
 
         Returns:
@@ -93,12 +94,13 @@ class LowRank:
         return LowRank(a, b)
 
     def ordered(self, order: Tensor) -> LowRank:
-        """Return the factors for a product whose outputs are in this order."""
+        """Return the factors for the same product with its outputs in this order."""
         return LowRank(self.a, self.b[order])
 
 
 class Adapted(Linear):
-    """A product with adapters, in the model's dtype. `changes` holds None for an adapter that does not change it."""
+    """A product with adapters, in the model's dtype. `changes` has an entry for each adapter, which is None if the
+    adapter does not change this product."""
 
     def __init__(self, base: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> None:
         self.base, self.changes, self.dtype = base, changes, dtype
@@ -123,14 +125,14 @@ class Adapted(Linear):
         return self.base.weight()
 
     def _changed(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add each slot's adapter for x [B, T, in] to y [B, T, out], in place."""
+        """Add the results of the slots' adapters for x [B, T, in] to y [B, T, out], in place."""
         for slot, (down, up) in self._changed_slots():
             y[slot] = up.onto(down(x[slot]), y[slot])
         return y
 
     def _changed_slots(self) -> Iterator[tuple[int, tuple[Linear, Linear]]]:
         """Yield the slots whose adapter changes this product, each with the products of A and B."""
-        if not self._products:  # built on first use: where the CPU kernels run, they keep their own copy instead
+        if not self._products:  # built on first use, because the CPU kernels keep their own copy and never need these
             self._products = [
                 (linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))) if change else None
                 for change in self.changes
@@ -142,12 +144,12 @@ class Adapted(Linear):
 
 
 def adapted(product: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> Linear:
-    """Wrap a product in `Adapted` if any adapter changes it; otherwise return it as it is."""
+    """Wrap a product in `Adapted` if any adapter changes it. Otherwise, return it unchanged."""
     return Adapted(product, changes, dtype) if any(changes) else product
 
 
 def adapt_gated(product: Gated | NativeGated, changes: Sequence[LowRank | None], dtype: torch.dtype) -> None:
-    """Add adapters of the stacked gate and up projections to their product."""
+    """Add adapters to the product of the stacked gate and up projections."""
     if isinstance(product, NativeGated):
         changes = [change and change.ordered(product.order) for change in changes]
     product.both = adapted(product.both, changes, dtype)
@@ -159,13 +161,13 @@ def base_of(product: object) -> object:
 
 
 class CLowRank(Structure):
-    """`LowRank` of low_rank.h."""
+    """The structure `LowRank` in low_rank.h."""
 
     _fields_ = (("a", c_void_p), ("blocks", c_void_p), ("rank", c_int32))
 
 
 _BLOCK = np.dtype([("b", np.uintp), ("first", np.int32), ("count", np.int32)], align=True)
-"""`LowRankBlock` of low_rank.h."""
+"""The structure `LowRankBlock` in low_rank.h."""
 
 
 class NativeChanges:
@@ -183,7 +185,7 @@ class NativeChanges:
             if change:
                 self._fill(own, change, product.dtype)
         self.rank = max(own.rank for own in self.c)
-        product.changes = ()  # the kernels run this product, so torch needs no copy of the factors
+        product.changes = ()  # the kernels compute this product, so torch needs no copy of the factors
 
     def _fill(self, own: CLowRank, change: LowRank, dtype: torch.dtype) -> None:
         (rank, width), out = change.a.shape, len(change.b)
@@ -191,7 +193,7 @@ class NativeChanges:
         b = F.pad(change.b.to(dtype), (0, 0, 0, -out % LANES)).view(-1, LANES, rank)
         table = np.zeros(len(b), _BLOCK)
         self._held += [a, table]
-        # In stacked projections, each block uses only the columns of its own projection. All other columns are zero.
+        # In stacked projections, a block uses only the columns of its own projection. All its other columns are zero.
         used = (b != 0).any(1).numpy()
         first = used.argmax(1)
         end = np.where(used.any(1), rank - used[:, ::-1].argmax(1), 0)

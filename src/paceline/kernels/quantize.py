@@ -1,8 +1,8 @@
-"""Quantised weights: small integers with a scale per group, and activations rounded to match.
+"""Quantised weights, which are small integers with a scale per group, and activations that are rounded in the same way.
 
-The groups have the size of the groups in GGUF's 4- and 8-bit types, so that one kernel serves each number of bits.
-Activations are rounded to 8 bits in the same groups. A group's sum then consists of integers, so it does not depend on
-the order of addition.
+The groups are as large as in GGUF's 4-bit and 8-bit types, so one kernel is enough for each number of bits. Activations
+are rounded to 8 bits in the same groups. The sum of a group then consists of integers, so it does not depend on the
+order of addition.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from torch import Tensor
 from paceline.errors import InvalidOption
 
 Precision = Literal["auto", "none", "int8", "int4"]
-"""Requested quantisation. `auto` keeps the codes of a GGUF file if this machine has kernels for them, else uses
-floats."""
+"""Requested quantisation. `auto` keeps the codes of a GGUF file if this machine has kernels for them, and uses floats
+otherwise."""
 
 Mode = Literal["int8", "int4"]
-"""Quantisation of matrices whose file holds floats."""
+"""The quantisation of matrices that the file stores as floats."""
 
 GROUP = 32
-"""Weights that share a scale."""
+"""Number of weights that share a scale."""
 
 CENTRE = {4: 0, 8: 128}
 """Number of bits -> the code that stands for the floor, or for zero if there is no floor."""
 
 _PIECE = 1 << 18
-"""Weights quantised at a time. This many fit into the processor's cache, which saves a third of the time."""
+"""Number of weights that are quantised at a time. They fit into the processor's cache, which saves a third of the
+time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
     """A quantised weight matrix [out, in]: w = scale * (code - centre) + floor, in groups of `GROUP` along each row.
 
-    GGUF's Q4_1 has this form with 4 bits, Q4_0 with 4 bits and floor = -8 scale, Q8_0 with 8 bits and no floor.
+    GGUF's Q4_1 has this form with 4 bits, Q4_0 with 4 bits and floor = -8 scale, and Q8_0 with 8 bits and no floor.
 
     Attributes:
         codes: uint8 [out, `width` padded to a multiple of GROUP]. With 4 bits: 0 to 15, centre 0. With 8 bits: 0 to
             255, centre 128. The padding has no meaning.
         scale: float16 [out, groups].
-        floor: float16 [out, groups]. May be None with 8 bits.
+        floor: float16 [out, groups]. It may be None with 8 bits.
         bits: 4 or 8.
         width: Number of inputs.
     """
@@ -75,7 +76,7 @@ class Codes:
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), floor=floor)
 
     def steps(self, groups: int | slice = slice(None)) -> Tensor:
-        """Return code - centre of these groups, float32 [out, groups, GROUP], or [out, GROUP] of a single group."""
+        """Return code - centre for these groups, float32 [out, groups, GROUP], or [out, GROUP] for a single group."""
         chosen: Tensor = self.codes.unflatten(1, (-1, GROUP))[:, groups]
         return chosen.float() - CENTRE[self.bits]
 
@@ -96,7 +97,7 @@ class Codes:
 def stack(parts: Sequence[Codes]) -> Codes:
     """Stack matrices of the same width along the outputs, without rounding.
 
-    The result has 8 bits if the parts differ in bits, and a floor if any part has one.
+    If the parts have different numbers of bits, the result has 8 bits. It has a floor if any part has one.
     """
     if len(parts) == 1:
         return parts[0]
@@ -110,7 +111,7 @@ def stack(parts: Sequence[Codes]) -> Codes:
 
 
 def check_precision(precision: str, name: str = "quantize") -> None:
-    """Raise `InvalidOption` if `precision` is not a `Precision`. `name` is the option that the message mentions."""
+    """Raise `InvalidOption` if `precision` is not a `Precision`. `name`: The option's name, for the message."""
     if precision not in get_args(Precision):
         raise InvalidOption(f"{name} must be auto, none, int8 or int4, got {precision!r}", "Choose one of these")
 
@@ -140,7 +141,7 @@ def _quantize(weight: Tensor, bits: int) -> Codes:
 
 
 Fit = tuple[Tensor, Tensor, Tensor | None]
-"""Codes as floats [out, groups, GROUP], scale and floor as float16 [out, groups, 1]."""
+"""The codes as floats [out, groups, GROUP], and the scale and the floor as float16 [out, groups, 1]."""
 
 
 def _eight_bits(groups: Tensor) -> Fit:
@@ -149,13 +150,13 @@ def _eight_bits(groups: Tensor) -> Fit:
 
 
 _FITS = 4
-"""Rounds of fitting. Four rounds lower the squared error by 14 %, twice as much as searching for the best range
-does."""
+"""Number of rounds of fitting. Four rounds reduce the squared error by 14 %, which is twice as much as a search for the
+best range."""
 
 
 def _four_bits(groups: Tensor) -> Fit:
-    """Start with codes from the smallest to the largest weight, then alternate: fit a line, choose the nearest
-    codes."""
+    """Start with codes that span the smallest to the largest weight. Then alternate between fitting a line to the codes
+    and choosing the nearest codes."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale, floor = (high - low) / 15, low
     for _ in range(_FITS):
@@ -181,7 +182,7 @@ def _line(codes: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 class Rounded(NamedTuple):
     """Activations rounded to 8 bits.
 
-    Every row has its own scales. With one scale per tensor, a drafted row would change all other rows.
+    Every row has its own scales. If a tensor had a single scale, a drafted row would change all other rows.
 
     Attributes:
         steps: Whole numbers from -127 to 127, float32 [..., groups, GROUP].
@@ -205,7 +206,7 @@ def round_activations(x: Tensor) -> Rounded:
         x: [..., in], any float dtype.
     """
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-    # The bound keeps the inverse finite. Smaller values have no effect, since float16 scales keep weights far below
+    # The bound keeps the inverse finite. Values below it have no effect, because float16 scales keep weights far below
     # 1e30.
     largest = groups.abs().amax(-1).clamp(min=1e-30)
     # Divide as the kernels do: torch computes `127 / largest` as 127 times a rounded inverse.

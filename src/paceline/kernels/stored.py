@@ -1,4 +1,5 @@
-"""Weight matrices left where they were read or mapped, described row by row with ggml's types."""
+"""Weight matrices that stay in the memory where they were read or mapped. They are described row by row, with ggml's
+types."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ Form = int | torch.dtype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A matrix [out, in] as rows in memory. Stacking and reordering change only the list of row addresses.
+    """A matrix [out, in] whose rows may lie anywhere in memory. Stacking and reordering change only the list of row
+    addresses.
 
-    The arrays are NumPy's, since torch wakes all its threads for a few thousand numbers.
+    The lists are NumPy arrays, because torch wakes all its threads even for a few thousand numbers.
 
     Attributes:
         rows: Address of each row, int64 [out].
@@ -32,9 +34,9 @@ class Stored:
         kinds: The ggml type numbers that `types` may contain.
         width: Number of inputs.
         held: The tensors that the addresses point into.
-        mapped: True if `held` are pages of a mapped file, which the system can read again.
-        form: Format to which rows of floats are converted; None keeps them.
-        fewer: True if codes with more bits than `form` are converted too.
+        mapped: True if `held` are pages of a memory-mapped file, which the system can read again.
+        form: Format to which rows of floats are converted. None keeps them as they are.
+        fewer: True if codes that have more bits than `form` are converted too.
     """
 
     rows: Any
@@ -102,13 +104,13 @@ class Stored:
         return replace(self, rows=self.rows[which], types=self.types[which])
 
     def columns(self, first: int, end: int) -> Stored:
-        """Return the columns `first` to `end` - 1 of a matrix of one type. Both must be block boundaries of the
-        type."""
+        """Return the columns `first` to `end` - 1 of a matrix with a single type. Both numbers must be block boundaries
+        of that type."""
         size = self.held[0].shape[1]
         return replace(self, rows=self.rows + first * size // self.width, width=end - first)
 
     def release(self) -> None:
-        """Return mapped pages to the system. It reads them again if they are needed."""
+        """Release memory-mapped pages. The system reads them again when they are needed."""
         for data in self.held if self.mapped else ():
             _release(data.data_ptr(), data.nbytes)
 
@@ -119,7 +121,8 @@ def _madvise() -> Any:
 
 
 def _release(start: int, size: int) -> None:
-    """Release only whole pages, since the first and the last page may hold a neighbour's data."""
+    """Release the pages that lie completely in this range, because the first and the last page may hold other data
+    too."""
     first, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end and (advise := _madvise()):
         advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)

@@ -1,5 +1,5 @@
-"""The number of threads to use. torch starts one thread per physical core by default, but a container may be granted
-less processor time than that."""
+"""The number of threads to use. By default, torch starts one thread per physical core, but a container may be granted
+less processor time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def limit_threads() -> None:
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """Return the CPU quota of this process in cores, rounded up; None if there is no limit.
+    """Return the CPU quota of this process in cores, rounded up, or None if there is no quota.
 
     The quota comes from Linux control groups (`docker --cpus`, Kubernetes limits, systemd's CPUQuota).
     """
@@ -42,7 +42,8 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
     """Return the folders of this process's Linux control groups that may limit a resource, and of their parents.
 
-    Inside a container, the container's own group is mounted as the root, but the listed path may be the host's path.
+    Inside a container, the container's own group is mounted as the root, but the path that the system lists may be the
+    path on the host.
 
     Args:
         controller: The resource, such as "cpu" or "memory".

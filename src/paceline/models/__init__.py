@@ -1,1 +1,1 @@
-"""The native decoder, and the code that loads models into it."""
+"""The native decoder, models of transformers as targets, and the networks of learned drafters."""

@@ -1,4 +1,5 @@
-"""The network of Gemma 4's assistant: decoder layers that have only queries and read the target's keys and values."""
+"""The network of Gemma 4's assistant. Its decoder layers compute only queries, and read the target's keys and
+values."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ _TABLE = "model.embed_tokens.weight"
 class AssistantNetwork:
     """The layers of Gemma 4's assistant, which attend to the target's KV cache.
 
-    Each layer reads the keys and values of one target layer: the last one of the same type (sliding or full attention)
-    that stores its own.
+    Each layer reads the keys and values of one target layer: the last layer of the same type (sliding or full
+    attention) that stores keys and values of its own.
     """
 
     def __init__(self, config: AssistantConfig, tensors: Mapping[str, Tensor], host: Decoder) -> None:
@@ -39,8 +40,8 @@ class AssistantNetwork:
             host: The target.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape.
-            UnsupportedModel: The target has no keys and values that the assistant's layers can read.
+            CorruptModel: If a tensor is missing or has the wrong shape.
+            UnsupportedModel: If the target has no keys and values that the assistant's layers can read.
         """
         c = replace(config.layer, special=tuple(_placed(config.layer, one, host.config) for one in config.layer.plan))
         self._host = host
@@ -54,7 +55,7 @@ class AssistantNetwork:
         weights.skip("lm_head.weight" if tied else _TABLE)
         weights.finish()
         self.logits = linear(head).precise
-        """Maps the normed states that `step` returns first to logits [..., V]."""
+        """Maps the normed states, which are the first result of `step`, to logits [..., V]."""
         kernel = attend if attends_natively(host.dtype, host.device) else None
         self._attentions = [
             LayerAttention(c.attention.scale or 1.0, one.window, source=one.source, kernel=kernel) for one in c.plan
@@ -68,13 +69,13 @@ class AssistantNetwork:
 
         Args:
             tokens: Token ids [B, T].
-            hidden: [B, T, target H]. The target's normed state before each token, or the second result of the step for
-                the token before.
+            hidden: For each token, the target's normed state before it, or the second result of the step for the token
+                before it, [B, T, target H].
             cache: The target's cache.
             slots: The slot of each row of the batch.
 
         Returns:
-            The normed states [B, T, H], and the predicted stand-in for the target's hidden states [B, T, target H].
+            The normed states [B, T, H], and a prediction of the target's hidden states [B, T, target H].
         """
         view = cache.view(slots, tokens.shape[1], self._attentions)
         lengths = [cache.lengths[slot] for slot in slots]
@@ -88,7 +89,7 @@ class AssistantNetwork:
 
 
 def _placed(c: ModelConfig, layer: LayerConfig, target: ModelConfig) -> LayerConfig:
-    """Complete an assistant layer with the target layer whose keys and values it reads."""
+    """Return the config of an assistant layer, completed with the target layer whose keys and values it reads."""
     own = [
         i
         for i, one in enumerate(target.plan)

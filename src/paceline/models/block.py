@@ -1,4 +1,4 @@
-"""The network of a block drafter (DFlash, arXiv 2602.06036), which proposes a whole block in one pass.
+"""The network of a block drafter (DFlash, arXiv 2602.06036), which drafts a whole block in one pass.
 
 It follows the published implementations (z-lab/dflash `dflash/model.py`; vllm-project/speculators `models/dflash/`;
 vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
@@ -6,17 +6,17 @@ vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
 - **Context.** The hidden states of a token at all taps are concatenated in the config's order and pass through `fc` and
   `hidden_norm`. Every layer computes the token's key (`k_proj`, `k_norm`, rotary) and value (`v_proj`) from this one
   vector, without `input_layernorm`. The keys and values of all layers can therefore be computed in one product.
-- **Block.** The first entry is the pending token, whose hidden states are not known yet. Mask tokens, embedded by the
-  target, follow. Entry j stands at the pending token's position + j and predicts the token at its own position, or at
-  the next position with `from_anchor`. The network always gets a whole block, as in training.
-- **Attention.** An entry sees the context and its whole block, in both directions. In layers marked `causal` it sees
-  only earlier entries of the block, because drafters with sliding windows are trained that way. A window includes the
-  entry itself.
+- **Block.** The first entry is the pending token, whose hidden states are not known yet. The other entries are mask
+  tokens, embedded by the target. Entry j is at the pending token's position + j, and predicts the token at its own
+  position, or at the next position if `from_anchor` is set. The network always receives a whole block, as in training.
+- **Attention.** An entry attends to the context and to its whole block, in both directions. In layers marked `causal`,
+  it attends only to earlier entries of the block, because drafters with sliding windows are trained that way. A window
+  includes the entry itself.
 - **Taps.** `target_layer_ids` name layer outputs, `hidden_states[id + 1]`: the stream that enters layer id + 1.
   Speculators already counts that way.
 - **Markov head** (DSpark; DeepSpec, speculators `models/dspark/`). W2 W1[t] is added to the logits of an entry, where t
-  is the token before the predicted one: first the pending token, then drafted tokens. A confidence head estimates from
-  the entry's normed state and W1[t] how likely the best token is to be accepted.
+  is the token before the predicted token: at first the pending token, then drafted tokens. A confidence head estimates
+  from the entry's normed state and W1[t] how likely the best token is to be accepted.
 - **DFlash 2** (inco.ai/blog/dflash2; vLLM `qwen3_dflash2.py`, SpecForge `dflash2.py`). Each part of a layer runs
   between two convolutions (`models/convolved.py`). The path selector keeps the `selector_top_k` tokens of an entry with
   the highest logits U. It scores token b after token a with U(b) + <A(a) * H(h), B(b)>, where A and B are rows of the
@@ -50,7 +50,7 @@ from paceline.types import Rows
 
 
 class BlockNetwork:
-    """The layers between a target's hidden states and its output head."""
+    """The layers that turn a target's hidden states into the input of an output head."""
 
     def __init__(self, config: BlockConfig, tensors: Mapping[str, Tensor], host: TargetWithHead) -> None:
         """Build the network.
@@ -61,7 +61,7 @@ class BlockNetwork:
             host: The target, for its embedding, output head, dtype, device and context length.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape.
+            CorruptModel: If a tensor is missing or has the wrong shape.
         """
         c = config.layer
         self.config, self._device = config, host.device
@@ -70,7 +70,7 @@ class BlockNetwork:
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
-        # One product computes the context's keys and values for all layers.
+        # A single product computes the context's keys and values for all layers.
         self._keys_values = weights.linear(parts, c.hidden)
         layers = [make_layer(c, layer, weights, name) for layer, name in zip(c.plan, names, strict=True)]
         if config.conv:
@@ -79,13 +79,13 @@ class BlockNetwork:
         self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
-        """Token ids of the logits' columns (None for the target's whole vocabulary), and a function from the states
-        that `draft` returns to logits [..., C]."""
+        """The token ids of the logits' columns (None for the target's whole vocabulary), and a function that maps the
+        states that `draft` returns to logits [..., C]."""
         self._follow = _follower(config, weights, host.vocab_size)
         weights.finish()
 
     def new_cache(self) -> SlabCache:
-        """Create a cache for the host's context length, whatever length the head was trained on."""
+        """Create a cache for the host's context length. The length that the head was trained on does not matter."""
         return self._stack.new_cache()
 
     @torch.inference_mode()
@@ -95,7 +95,7 @@ class BlockNetwork:
         Args:
             cache: The drafter's cache, from `new_cache`.
             slots: Slots of that cache.
-            features: Hidden states [B, n, taps * H]. Slot b has counts[b] valid rows; the rest is padding.
+            features: Hidden states [B, n, taps * H]. Slot b has counts[b] valid rows, and the other rows are padding.
             counts: Number of valid rows per slot.
         """
         b, n, _ = features.shape
@@ -110,7 +110,7 @@ class BlockNetwork:
 
     @torch.inference_mode()
     def draft(self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], x: Tensor) -> Tensor:
-        """Run embedded blocks through the layers, without committing anything to the cache.
+        """Run embedded blocks through the layers. This commits nothing to the cache.
 
         Args:
             cache: The drafter's cache.
@@ -127,10 +127,10 @@ class BlockNetwork:
 
     @torch.inference_mode()
     def follow(self, tokens: Sequence[int], state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Refine an entry's logits for each token that may precede the predicted one.
+        """Refine an entry's logits for each token that may precede the predicted token.
 
         Args:
-            tokens: The n candidate tokens before the predicted one.
+            tokens: The n candidates for the token before the predicted token.
             state: The entry's normed state [H], as `draft` returns it.
             logits: The entry's logits [C].
 
@@ -143,13 +143,13 @@ class BlockNetwork:
     def _begin(
         self, cache: SlabCache, slots: Sequence[int], first: Sequence[int], count: int
     ) -> tuple[Rows, Pass, list[Rope]]:
-        """Begin a pass of `count` consecutive rows per slot, starting at positions `first`. Returns its rotary factors
-        too."""
+        """Begin a pass of `count` consecutive rows per slot, starting at positions `first`. Return the rows, the pass
+        and its rotary factors."""
         device = self._device
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
-        # The cache does not read the tokens. Drafts need not be bit-exact, so the faster prefill kernel is used.
+        # The cache never looks at the tokens. Drafts need not be exact to the bit, so use the faster prefill kernel.
         starts = (0,) * len(slots)
         rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
         ropes = self._stack.ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])

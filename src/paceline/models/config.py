@@ -1,4 +1,5 @@
-"""Configuration of a decoder: `checkpoints/families` reads it from a checkpoint, `decoder.py` builds the model."""
+"""The configuration of a decoder. `checkpoints/families` reads it from a checkpoint, and `decoder.py` builds the
+model."""
 
 from __future__ import annotations
 
@@ -13,17 +14,20 @@ from paceline.cache.slab import ring
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: its base, and its scaling rule (see `rope.KINDS`) with parameters named as by Hugging Face.
+    """A rotary embedding: its base, and its scaling rule (see `rope.KINDS`), whose parameters have Hugging Face's
+    names.
 
     Attributes:
         theta: Base of the frequencies.
         kind: Scaling rule, a key of `rope.KINDS`.
         scaling: Parameters of the rule, as (name, value) pairs.
-        factors: Divisor of each frequency, if the checkpoint has them (GGUF's rope_freqs, longrope's short factors).
+        factors: Divisor of each frequency, if the checkpoint contains them (GGUF's rope_freqs, longrope's short
+            factors).
         long_factors: longrope's factors for prompts that exceed the original context length.
         share: Fraction of each head that is rotated.
-        interleaved: In the files, the two elements of each rotary pair are adjacent.
-        axes: M-RoPE: the axis (0 time, 1 height, 2 width) of each rotated plane, [R / 2]. () for other embeddings.
+        interleaved: True if the two elements of each rotary pair are adjacent in the files.
+        axes: For M-RoPE, the axis (0 time, 1 height, 2 width) of each rotated plane, [R / 2]. Empty for other
+            embeddings.
     """
 
     theta: float = 10000.0
@@ -41,13 +45,13 @@ class MatrixConfig:
     """A recurrent state of `heads` matrices [key_dim, value_dim], updated after a causal convolution.
 
     Attributes:
-        key_heads: Number of key heads and of query heads.
+        key_heads: Number of key heads, which is also the number of query heads.
         heads: Number of value heads.
         key_dim: Elements of a key head.
         value_dim: Elements of a value head.
-        width: Tokens that the convolution covers.
-        tiled: Head i uses key head i modulo `key_heads` (Qwen3.5 in llama.cpp's files). Otherwise neighbouring heads
-            share a key head.
+        width: Number of tokens that the convolution covers.
+        tiled: True if head i uses key head i modulo `key_heads` (Qwen3.5 in llama.cpp's files). Otherwise, neighbouring
+            heads share a key head.
     """
 
     key_heads: int
@@ -59,7 +63,7 @@ class MatrixConfig:
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
     @property
@@ -78,7 +82,7 @@ class Mamba2Config(MatrixConfig):
     """Mamba-2. B and C of a group are the key and the query of the heads in that group.
 
     Attributes:
-        norm_first: The output norm, if there is one, is applied before the output gate.
+        norm_first: True if the output norm, if there is one, is applied before the output gate.
     """
 
     norm_first: bool = False
@@ -105,20 +109,21 @@ class LayerConfig:
     """Properties that may differ from layer to layer.
 
     Attributes:
-        rope: Rotary embedding; None if the layer encodes no positions.
-        window: Number of positions that a row sees, including its own; None for all.
-        sparse: The feed-forward part is a mixture of experts.
-        recurrent: The layer's recurrent state, if it has one.
-        attends: The layer has attention, possibly in parallel with a state.
-        feeds: The layer has a feed-forward part.
-        kv_heads: Number of key heads, if not the model's; 0 for the model's.
-        head_dim: Elements of a head, if not the model's; 0 for the model's.
-        ffn: Width of the feed-forward part, if not the model's; 0 for the model's.
+        rope: Rotary embedding. None if the layer encodes no positions.
+        window: Number of positions that a row attends to, including its own. None for all positions.
+        sparse: True if the feed-forward block is a mixture of experts.
+        recurrent: The layer's recurrent state. None if it has none.
+        attends: True if the layer has attention, possibly in parallel with a state.
+        feeds: True if the layer has a feed-forward block.
+        kv_heads: Number of key heads. 0 for the model's number.
+        head_dim: Number of elements of a head. 0 for the model's number.
+        ffn: Width of the feed-forward block. 0 for the model's width.
         source: Index of the layer whose keys and values this layer reads, if it has none of its own.
-        keys_as_values: The values are the keys before norm and rotation.
-        chunked: The window starts at a multiple of its width: a row sees only its own chunk of the text.
-        temperature: Factors by position that scale the queries of a layer that encodes no positions.
-        unit_heads: QK-norm without weights.
+        keys_as_values: True if the values are the keys before norm and rotation.
+        chunked: True if windows start at multiples of their width, so that a row attends only to its own chunk of the
+            text.
+        temperature: Scaling of queries by a factor that depends on the position, for a layer that encodes no positions.
+        unit_heads: True if the layer has QK-norm without weights.
     """
 
     rope: RopeConfig | None
@@ -139,8 +144,8 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Limit of each row to the experts of `used` out of `count` equal groups. A group's score is the sum of its `best`
-    highest expert scores."""
+    """Limits each row to the experts in `used` out of `count` equal groups. The score of a group is the sum of its
+    `best` highest expert scores."""
 
     count: int
     used: int
@@ -153,19 +158,19 @@ class MixtureConfig:
 
     Attributes:
         count: Number of experts.
-        used: Experts per row.
+        used: Number of experts per row.
         ffn: Width of an expert.
-        normalised: The weights of a row's experts are scaled to sum to 1.
+        normalised: True if the weights of a row's experts are scaled to sum to 1.
         block: Name of the block in the checkpoint.
         names: Names of an expert's gate, up and down projections.
         router: Name of the router's projection.
-        shared: Width of the shared expert, which every row uses; 0 for none.
+        shared: Width of the shared expert, which every row uses. 0 if there is none.
         shared_block: Name of the shared expert.
-        sigmoid: Scores are sigmoids of the router's logits; otherwise their softmax.
+        sigmoid: True if the scores are the sigmoids of the router's logits. Otherwise, they are their softmax.
         scale: Factor of the weights.
-        with_dense: A dense network runs in parallel, and both branches have norms of their own (Gemma 4).
-        groups: Limit of the experts that a row may choose, by group.
-        weighs_inputs: The weight multiplies an expert's input instead of its output.
+        with_dense: True if a dense network runs in parallel. Both branches then have their own norms (Gemma 4).
+        groups: Limits the groups of experts among which a row may choose. None if there is no limit.
+        weighs_inputs: True if the weight multiplies an expert's input instead of its output.
     """
 
     count: int
@@ -193,11 +198,11 @@ class LatentConfig:
     which is the same for all heads.
 
     Attributes:
-        rank: Elements of the latent vector.
-        query_rank: Elements of the latent vector of the queries; 0 if queries are computed from the stream.
-        plain: Elements of a query or key head without position.
-        rotary: Elements of a query or key head with rotary position.
-        value: Elements of a value head.
+        rank: Number of elements of the latent vector.
+        query_rank: Number of elements of the queries' latent vector. 0 if queries are computed from the stream.
+        plain: Number of elements of a query or key head to which no rotary embedding is applied.
+        rotary: Number of elements of a query or key head to which the rotary embedding is applied.
+        value: Number of elements of a value head.
     """
 
     rank: int
@@ -209,14 +214,15 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Properties of attention, except for its sizes, positions and norms.
+    """Properties of attention other than its sizes, positions and norms.
 
     Attributes:
-        scale: Factor of the scores; None for head_dim ** -0.5.
-        softcap: Bound of the scores, applied with tanh.
-        sinks: Each query head has an attention sink: a learned score that takes part in the softmax.
-        gated: The output is multiplied by a gate, which is stored with the queries.
-        latent: Multi-head latent attention. The cache stores the latent vector as one key head of `head_dim` elements.
+        scale: Factor of the scores. None for head_dim ** -0.5.
+        softcap: Bound on the scores, applied with tanh. None for no bound.
+        sinks: True if each query head has an attention sink: a learned score that takes part in the softmax.
+        gated: True if the output is multiplied by a gate. The gate's weights are stored with the queries' weights.
+        latent: Multi-head latent attention, or None. The cache stores the latent vector as a single key head of
+            `head_dim` elements.
     """
 
     scale: float | None = None
@@ -234,13 +240,13 @@ class NormConfig:
         eps: Added to the variance.
         kind: "rms", or "layer" for LayerNorm, which also subtracts the mean and may have biases.
         offset: Added to every weight.
-        before: The inputs of attention and of the feed-forward part are normed.
-        after: The outputs of attention and of the feed-forward part are normed.
-        shared: Attention and the feed-forward part share one input norm.
-        heads: QK-norm: with one weight for all heads ("shared"), with a weight for each head ("own"), or across all
-            heads ("joint"); None for no QK-norm.
-        rotated_first: QK-norm is applied after the rotation.
-        values: Value heads are normed, without a weight.
+        before: True if the inputs of attention and of the feed-forward block are normed.
+        after: True if the outputs of attention and of the feed-forward block are normed.
+        shared: True if attention and the feed-forward block share one input norm.
+        heads: Form of QK-norm: "shared" has one weight for all heads, "own" has a weight for each head, and "joint"
+            norms across all heads. None for no QK-norm.
+        rotated_first: True if QK-norm is applied after the rotary embedding.
+        values: True if value heads are normed, without a weight.
     """
 
     eps: float = 1e-6
@@ -256,21 +262,22 @@ class NormConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Architecture of a decoder-only model. Sizes are in elements, `context_length` is in tokens.
+    """The architecture of a decoder-only model. Sizes are in elements, and `context_length` is in tokens.
 
     Attributes:
         ffn: Width of dense feed-forward networks.
-        gated_mlp: Feed-forward networks have a gate.
-        tied: The embedding is also the output head.
-        parallel: Attention and the feed-forward part both read the stream that enters the layer.
-        special: Configuration of each layer; empty if all layers are full attention and dense, with `rope`.
+        gated_mlp: True if feed-forward networks have a gate.
+        tied: True if the embedding is also the output head.
+        parallel: True if attention and the feed-forward block both read the stream that enters the layer.
+        special: Configuration of each layer. Empty if all layers have full attention with `rope`, and are dense.
         mixture: The experts of sparse layers.
         embed_scale: Factor of the embedding.
-        residual_scale: Factor of what attention and the feed-forward part add to the stream.
+        residual_scale: Factor of the outputs of attention and of the feed-forward block, applied before they are added
+            to the stream.
         logits_divisor: Divisor of the logits.
-        final_softcap: Bound of the logits, applied with tanh.
-        layer_scale: The output of each layer is multiplied by a learned factor.
-        token_inputs: Size of the per-layer embeddings (Gemma 4); 0 for none.
+        final_softcap: Bound on the logits, applied with tanh. None for no bound.
+        layer_scale: True if the output of each layer is multiplied by a learned factor.
+        token_inputs: Size of the per-layer embeddings (Gemma 4). 0 if there are none.
     """
 
     family: str
@@ -300,7 +307,7 @@ class ModelConfig:
 
     @property
     def mixed(self) -> int:
-        """Width of attention's output, before the output projection."""
+        """Width of the output of attention, before the output projection."""
         latent = self.attention.latent
         return self.heads * (latent.value if latent else self.head_dim)
 
@@ -310,13 +317,13 @@ class ModelConfig:
         return self.special or (LayerConfig(self.rope),) * self.layers
 
     def cache_bytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Return the size of the keys and values of a text of `tokens` tokens, in bytes, without recurrent states.
+        """Return the size, in bytes, of the keys and values of a text. Recurrent states are not included.
 
-        A layer with a window stores no more than its ring buffer. The cache grows in steps, so it may allocate up to a
-        quarter more than this (a `SharedSlabCache` up to twice as much).
+        A layer with a window stores at most its ring buffer. The cache grows in steps, so it may allocate up to a
+        quarter more than this (a `SharedSlabCache` may allocate up to twice as much).
 
         Args:
-            tokens: Length of the text.
+            tokens: Length of the text, in tokens.
             dtype: Dtype of keys and values in the cache.
         """
         own = [layer for layer in self.plan if layer.attends and layer.source is None]
@@ -337,5 +344,6 @@ class ModelConfig:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the float32 recurrent states of one text, whatever its length; 0 without recurrent layers."""
+        """Size of the float32 recurrent states of a text of any length, in bytes. 0 if there are no recurrent
+        layers."""
         return 4 * sum(layer.recurrent.state_size for layer in self.plan if layer.recurrent)

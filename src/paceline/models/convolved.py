@@ -1,4 +1,4 @@
-"""Decoder layers whose parts run between convolutions with input-dependent kernels (DFlash 2)."""
+"""Decoder layers whose blocks run between convolutions with input-dependent kernels (DFlash 2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.protocols import Pass
 
 
 class BlockConvolution:
-    """Two depthwise convolutions along a block: one before a part of a layer, one after it.
+    """Two depthwise convolutions along a drafted block: one before attention or the MLP of a layer, and one after it.
 
     The kernels of a row are `base_kernel` [2, taps, H] plus a product of the normed row that enters the first
     convolution. The product has one element per side, tap and group, in that order of `kernel_projection`'s rows, and
@@ -26,25 +26,25 @@ class BlockConvolution:
         Args:
             weights: The checkpoint's tensors.
             prefix: Prefix of the tensors' names.
-            hidden: Channels H.
-            taps: Tokens that a kernel covers.
-            group: Channels that share the input-dependent part of a kernel.
+            hidden: Number of channels H.
+            taps: Number of tokens that a kernel covers.
+            group: Number of channels that share the input-dependent part of a kernel.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape.
+            CorruptModel: If a tensor is missing or has the wrong shape.
         """
         self._base = weights.get(prefix + "base_kernel", (2, taps, hidden))
         self._product = weights.linear({prefix + "kernel_projection": 2 * taps * (hidden // group)}, hidden)
         self._shape, self._group = (2, taps, hidden // group), group
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve blocks [B, size, H]. Returns the input of the part, and the kernels' addends, which `after`
-        needs."""
+        """Convolve blocks [B, size, H]. Return the input of attention or the MLP, and the input-dependent parts of the
+        kernels, which `after` needs."""
         added = self._product(x).unflatten(-1, self._shape)
         return self._convolve(x, added, 0), added
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
-        """Convolve the part's output [B, size, H]. The result is then added to the stream."""
+        """Convolve the output [B, size, H] of attention or the MLP. The result is then added to the stream."""
         return self._convolve(x, added, 1)
 
     def _convolve(self, x: Tensor, added: Tensor, side: int) -> Tensor:
@@ -56,8 +56,8 @@ class BlockConvolution:
 
 
 class ConvolvedLayer(Layer):
-    """A pre-norm layer with a `BlockConvolution` around attention and another around the feed-forward part. Every slot
-    of x must be a whole block."""
+    """A pre-norm layer with a `BlockConvolution` around attention and another around the feed-forward block. Every slot
+    of x must hold a whole drafted block."""
 
     def __init__(self, layer: Layer, attention: BlockConvolution, mlp: BlockConvolution) -> None:
         super().__init__(layer.attn_norm, layer.attention, layer.out, layer.mlp_norm, None)

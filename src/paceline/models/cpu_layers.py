@@ -1,4 +1,4 @@
-"""Decoder layers run by one call of `layers.cpp`: the C structures of weights and passes, and the call."""
+"""Decoder layers that run in one call of `layers.cpp`: the C structures for weights and passes, and the call."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _CPass(Structure):
 
 
 class NativeLayers:
-    """Layers in the kernels' own structures, and the call that runs them (see `stack.LayerStack`)."""
+    """Layers in the data structures of the kernels, and the call that runs them (see `stack.LayerStack`)."""
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class NativeLayers:
 
         Args:
             layers: See `stack.LayerStack`.
-            attentions: Attention of each layer; None for a recurrent layer.
-            places: See `slab_indices`. Slabs are numbered from the first one of `run`.
+            attentions: Attention of each layer. None for a recurrent layer.
+            places: See `slab_indices`. Slabs are numbered from the first slab in the `plans` of `run`.
             rope_of: Index of each layer's rotary factors.
             ranks: See `stack.LayerStack`.
-            offset: Number of the first of these layers in the model.
+            offset: Index, in the model, of the first of these layers.
         """
         mixers = [layer.attention for layer in layers]
         self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)}
         self._offset, self._nets = offset, list[CDeltaNet]()
         self._held: list[Tensor] = []
-        """Tensors that the structures point to, kept alive here."""
+        """The tensors that the structures point to. They are kept alive here."""
         self._changes: list[NativeChanges] = []
         self._layers = layers
         self._sums = None if ranks is None else _Sums(ranks)
@@ -121,8 +121,8 @@ class NativeLayers:
         adapters: Sequence[int] = (),
         view: StatePass | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans` come from a `SlabPass`: `view`, if there are recurrent layers. No tap may
-        lie after the last layer."""
+        """See `stack.LayerStack.run`. `plans` are the plans of a `SlabPass`. If there are recurrent layers, this pass
+        is `view`. No tap may be after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
@@ -157,7 +157,7 @@ class NativeLayers:
     def _structure(
         self, number: int, layer: Layer, spec: LayerAttention | None, place: tuple[int, int], rope: int
     ) -> _CLayer:
-        """`place`: see `slab_indices`."""
+        """Return the structure of a layer. `place`: See `slab_indices`."""
         parts = _parts(layer)
         assert parts
         mix, gated, last = parts.mix, parts.experts[0][0], layer.mlp_norm or (layer.post and layer.post[1])
@@ -182,7 +182,8 @@ class NativeLayers:
         )
 
     def _heads(self, parts: _Parts, spec: LayerAttention | None) -> tuple[int, int, int, CHeads]:
-        """Return the size of a head, the numbers of key heads and value heads in the product, and the structure."""
+        """Return the size of a head, the numbers of key heads and value heads in the product, and the structure of the
+        heads."""
         mix = parts.mix
         if isinstance(mix, DeltaNet):
             size = mix.config.value_dim
@@ -225,8 +226,8 @@ class NativeLayers:
 
 
 class _Sums:
-    """All-reduce within a pass, as a function that the kernels call. `error` is the exception of a failed sum, if the
-    sum ran in Python."""
+    """The all-reduce within a pass, as a function that the kernels call. If a sum that ran in Python fails, `error` is
+    its exception."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -251,8 +252,8 @@ class _Sums:
 
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Return True if `NativeLayers` can run these layers: all of their products are native. A layer with attention must
-    be among them, since the plans of attention hold the rows of a pass."""
+    """Return True if `NativeLayers` can run these layers. All of their products must be native, and at least one layer
+    must have attention, because the plans for attention contain the rows of a pass."""
     attends = any(isinstance(layer.attention, Attention) for layer in layers)
     return dtype in FLOAT_KINDS and attends and all(map(_parts, layers)) and library() is not None
 
@@ -260,9 +261,10 @@ def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
 class _Parts(NamedTuple):
     """The products of a layer, without adapters.
 
-    `experts` holds for each network the gate and up projections, their product, and the down projection. A dense layer
-    has one network; a shared expert comes last. `given` holds the products of the token embeddings: gate and output.
-    `router` belongs to `mixture`, and `share` computes the weight of its shared expert.
+    `experts` contains, for each feed-forward network, the gate and up projections, their product, and the down
+    projection. A dense layer has a single network. A shared expert comes last. `given` contains the products for the
+    token embeddings: gate and output. `router` belongs to `mixture`, and `share` computes the weight of its shared
+    expert.
     """
 
     mix: Attention | DeltaNet
@@ -276,7 +278,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(layer: Layer) -> _Parts | None:
-    """Return the products of a layer; None if the kernels cannot run it."""
+    """Return the products of a layer, or None if the kernels cannot run the layer."""
     mix, mlp, found = layer.attention, layer.mlp, _networks(layer.mlp)
     if isinstance(mix, Attention):
         if mix.tempered or mix.rotated_first or isinstance(mix.norm, WideNorm):
@@ -299,7 +301,7 @@ def _parts(layer: Layer) -> _Parts | None:
         if not isinstance(one.gate_up, NativeGated) or not (pair := _native(one.gate_up.both, one.down)):
             return None
         experts.append((one.gate_up, pair[0], pair[1]))
-    # The kernels need all experts to have one type and shape, and do not apply adapters within a mixture.
+    # The kernels require that all experts have the same type and shape, and do not apply adapters within a mixture.
     shapes = {(x.matrix.c.kind, y.matrix.c.kind, x.matrix.shape, y.matrix.shape) for _, x, y in experts}
     each = zip(dense, experts, strict=True)
     changed = mixture and any(gated.both is not both or one.down is not down for one, (gated, both, down) in each)
@@ -315,7 +317,7 @@ def _first(mix: Attention | DeltaNet) -> Linear:
 
 
 def _native(*products: object) -> list[NativeLinear] | None:
-    """Return the products without adapters; None if torch computes one of them."""
+    """Return the products without adapters, or None if torch computes one of them."""
     found = [base for product in products if isinstance(base := base_of(product), NativeLinear)]
     return found if len(found) == len(products) else None
 
@@ -332,7 +334,8 @@ def _norms(layer: Layer, mix: Attention | DeltaNet) -> list[Tensor | None]:
 
 
 def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
-    """Return the mixture in a feed-forward part, if any, and all of its networks; None if the kernels cannot run it."""
+    """Return the mixture in a feed-forward block (None if there is none), and all networks of the block. Return None if
+    the kernels cannot run the block."""
     if isinstance(mlp, Dense):
         return None, [mlp]
     shared = [mlp.shared] if isinstance(mlp, SharedMixture) else []
@@ -344,7 +347,7 @@ def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
 
 
 class _KernelPass:
-    """A pass in the kernels' own structures."""
+    """A pass in the data structures of the kernels."""
 
     def __init__(
         self, plans: Sequence[Sequence[SlabPlan]], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
@@ -361,13 +364,13 @@ class _KernelPass:
         )
 
     def take(self, states: KernelStates, skipped: int) -> None:
-        """Add the states of the recurrent layers, the first `skipped` of which do not run."""
+        """Add the states of the recurrent layers. The first `skipped` recurrent layers do not run."""
         self._held.append(states)
         size = skipped * states.count * ctypes.sizeof(CStretch)
         self.c.stretches, self.c.stretch_count = ctypes.addressof(states.table) - size, states.count
 
     def _of_rows(self, adapters: Sequence[int], counts: Sequence[int]) -> int | None:
-        """Return the address of an array with the adapter of each row; None if no row has one."""
+        """Return the address of an array with the adapter of each row, or None if no row has an adapter."""
         if not any(adapters):
             return None
         each = [number for number, count in zip(adapters, counts, strict=True) for _ in range(count)]

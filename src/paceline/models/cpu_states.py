@@ -1,4 +1,5 @@
-"""Recurrent layers in the kernels' own structures (`delta_net.h`): the mixer of a layer, and the states of a pass."""
+"""Recurrent layers in the data structures of the kernels (`delta_net.h`): the mixer of a layer, and the states of a
+pass."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from paceline.models.recurrent import DeltaNet
 
 
 class CDeltaNet(Structure):
-    """`DeltaNet` of delta_net.h."""
+    """The structure `DeltaNet` in delta_net.h."""
 
     _fields_ = fields(
         (CMatrix, "share step"),
@@ -27,7 +28,7 @@ class CDeltaNet(Structure):
 
 
 class CStretch(Structure):
-    """`Stretch` of delta_net.h."""
+    """The structure `Stretch` in delta_net.h."""
 
     _fields_ = fields(
         (c_int32, "first count start"),
@@ -36,7 +37,8 @@ class CStretch(Structure):
 
 
 def gates_of(mixer: DeltaNet) -> tuple[NativeLinear, NativeLinear] | None:
-    """Return the products for beta and for the time step of the decay; None if the kernels cannot run them together."""
+    """Return the products that compute beta and the time step of the decay, or None if the kernels cannot run them
+    together."""
     share, step = mixer.gates
     if not (isinstance(share, NativeLinear) and isinstance(step, NativeLinear)):
         return None
@@ -44,7 +46,7 @@ def gates_of(mixer: DeltaNet) -> tuple[NativeLinear, NativeLinear] | None:
 
 
 def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -> CDeltaNet:
-    """Return the structure of a mixer. `pointer` returns the address of a vector that it pads and keeps alive."""
+    """Return the structure of a mixer. `pointer`: Pads a vector, keeps it alive, and returns its address."""
     c, (share, step), state = mixer.config, mixer.gates, mixer.recurrence
     assert isinstance(share, NativeLinear)
     assert isinstance(step, NativeLinear)
@@ -60,13 +62,13 @@ def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -
 
 
 class KernelStates:
-    """The stretches of a pass (`cache.state.Stretch`) for consecutive layers, with memory for their results.
+    """The stretches of a pass (`cache.state.Stretch`) for consecutive layers, and the memory for their results.
 
-    The pass already refers to this memory, which the kernels fill.
+    The pass refers to this memory from the start, and the kernels fill it.
     """
 
     def __init__(self, view: StatePass, configs: Mapping[int, MatrixConfig]) -> None:
-        """`configs`: recurrent layer -> its sizes."""
+        """`configs`: Index of a recurrent layer -> its sizes."""
         counts = view.rows.counts
         self._view, self._firsts = view, list(accumulate(counts, initial=0))
         self._held: list[object] = []
@@ -96,10 +98,10 @@ class KernelStates:
             )
 
     def _updates(self, layer: int, c: MatrixConfig, stretch: Stretch) -> tuple[Tensors, Tensors]:
-        """Return memory for the updates of all rows since the last commit, to keep, and its part for the stretch's
-        tree."""
+        """Return memory for the updates of all rows since the last commit, which is kept, and the part of it for the
+        stretch's tree."""
         view, b = self._view, stretch.slot
-        if view.rows.prefill:  # keeps no updates, so that the layers can share memory
+        if view.rows.prefill:  # a prompt keeps no updates, so the layers can share memory
             if (c, b) not in self._prompts:
                 self._prompts[c, b] = _updates(c, view.rows.counts[b])
             every = self._prompts[c, b]

@@ -1,4 +1,4 @@
-"""A decoder that runs its passes as CUDA graphs."""
+"""A decoder that runs its passes as CUDA graphs, if possible."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from paceline.types import Forward, Rows, Want
 
 SLOTS = (1, 2, 4, 8, 16, 32)
 ROWS = (4, 8, 16, 32, 64, 128)
-"""Sizes of the graphs. A pass uses the smallest graph that holds it; a pass larger than all of them uses none."""
+"""Sizes of the graphs, in rows. A pass uses the smallest graph that has room for it. A pass that is larger than all
+graphs uses none."""
 
 PATIENCE = 2
-"""Passes of one size that run without a graph before one is recorded. A recording costs as much as several passes."""
+"""Number of passes of a size that run without a graph before a graph is recorded. A recording costs as much as several
+passes."""
 
 FIRST = 1 << 15
-"""Number of positions whose rotary factors are computed at the start. Graphs hold addresses, so all of them must be
-recorded again when the table of factors grows."""
+"""Number of positions for which rotary factors are computed at the start. Graphs contain memory addresses, so all
+graphs must be recorded again when the table of factors grows."""
 
 Capture = Callable[[Replay], Replay]
-"""Turns a function over tensors at fixed addresses into one that repeats its kernels on their current contents."""
+"""Converts a function on tensors at fixed addresses to a function that runs the same kernels on the tensors' current
+contents."""
 
 
 def cuda_graph(run: Replay) -> Replay:
-    """Record the kernels of `run` as a CUDA graph. `run` is called once before that, to compile and select its
+    """Record the kernels of `run` as a CUDA graph. Before that, `run` is called once to compile and select its
     kernels."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -52,10 +55,11 @@ def cuda_graph(run: Replay) -> Replay:
 
 
 class DeviceDecoder(Decoder):
-    """A `Decoder` that keeps lengths on the device (`DeviceCache`) and verifies with one CUDA graph per pass size.
+    """A `Decoder` that keeps lengths on the device (`DeviceCache`), and verifies with a CUDA graph for each size of
+    pass.
 
-    Some passes run kernel by kernel: prompts, passes that resume where drafting stopped (`Rows.resume`, `Rows.starts`),
-    early exits, and sizes without a graph.
+    Some passes run without a graph: prompts, passes that resume where drafting stopped (`Rows.resume`, `Rows.starts`),
+    early exits, and passes of other sizes.
     """
 
     _cache_type = DeviceCache
@@ -65,13 +69,13 @@ class DeviceDecoder(Decoder):
 
         Args:
             *args: Arguments of `Decoder`.
-            exact: Use matrix products in which the result of a row does not depend on the other rows.
-            capture: Function that records a graph; None to run without graphs.
+            exact: True to use matrix products that compute each row independently of the other rows.
+            capture: The function that records a graph. None to run without graphs.
         """
         with products(FixedTile) if exact else nullcontext():
             super().__init__(*args)
         config = self.config
-        # Rope kinds whose factors depend on the prompt have several tables, which one graph cannot hold.
+        # If rotary factors depend on the prompt, there are several tables. A graph can refer to only one.
         fixed = all(layer.rope is None or layer.rope.kind not in ("dynamic", "longrope") for layer in config.plan)
         self._capture = capture if fixed else None
         if self._capture:
@@ -81,7 +85,7 @@ class DeviceDecoder(Decoder):
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target.forward`."""
         size = _size(rows, want)
-        # A graph computes positions from lengths, which differ after images.
+        # A graph computes positions from lengths. After images, the two differ.
         lags = any(cache.lags[slot] for slot in rows.slots)
         if self._capture is None or size is None or lags or not isinstance(cache, DeviceCache):
             return super().forward(rows, cache, want)
@@ -96,7 +100,7 @@ class DeviceDecoder(Decoder):
         table, replay = graph
         table.fill(rows, places)
         out = replay()
-        # The next replay overwrites these tensors, so they are copied.
+        # Copy these tensors, because the next replay overwrites them.
         b, t = rows.tokens.shape
         return Forward(out.logits[:b, :t].clone(), {tap: x[:b, :t].clone() for tap, x in out.taps.items()})
 
@@ -112,8 +116,8 @@ class DeviceDecoder(Decoder):
     def _run_table(self, table: RowTable, cache: DeviceCache, want: Want) -> Forward:
         """Run a pass over the current contents of the table.
 
-        The graph ignores the host's fields of `Rows`, except for the highest position. The tables of rotary factors
-        already cover that position.
+        The graph ignores the fields of `Rows` that are on the host, except the highest position. The tables of rotary
+        factors already cover that position.
         """
         zeros = (0,) * table.slots
         rows = Rows(table.tokens, table.positions(), zeros, zeros, ((),) * table.slots, zeros)
@@ -121,7 +125,8 @@ class DeviceDecoder(Decoder):
 
 
 def _size(rows: Rows, want: Want) -> tuple[int, int] | None:
-    """Return the size (slots, rows) of the smallest graph that holds a pass; None if the pass runs without a graph."""
+    """Return the size (slots, rows) of the smallest graph that has room for a pass, or None if the pass runs without a
+    graph."""
     b, t = rows.tokens.shape
     if rows.prefill or rows.resume or any(rows.starts) or want.logits != "all" or want.layers is not None:
         return None

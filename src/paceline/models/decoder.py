@@ -1,4 +1,4 @@
-"""One config-driven decoder for all native families."""
+"""The decoder of all native families. Its config decides the architecture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from paceline.protocols import KVCache, Pass
 from paceline.types import Forward, Rows, Tap, Want
 
 _HEAD_ROWS = 256
-"""Number of outputs of an excerpt's head."""
+"""Number of outputs in the head of an excerpt."""
 
 _PADDING = 0
 """The padding token of all models with per-layer embeddings (Gemma 4)."""
@@ -56,7 +56,7 @@ class Decoder:
 
     _cache_type: type[SlabCache] = SlabCache
     ranks: Ranks | None = None
-    """The ranks that hold the other parts of the model, with tensor parallelism."""
+    """The ranks that hold the other parts of the model. None without tensor parallelism."""
 
     def __init__(
         self,
@@ -75,19 +75,20 @@ class Decoder:
         Args:
             config: The architecture.
             tensors: Weights by Hugging Face name, in any float dtype.
-            dtype: Type of the computation.
-            device: Device of the embedding, the final norm and the output head, and of the layers by default.
+            dtype: Dtype of the computation.
+            device: Device of the embedding, the final norm and the output head. It is also the default device of the
+                layers.
             progress: Called before each layer is loaded, and at the end.
-            head_tokens: Token ids of the logits' columns [..., C], for draft models on the CPU with a reduced
-                vocabulary; None for all tokens.
+            head_tokens: Token ids of the logits' columns [..., C], for draft models on the CPU that have a reduced
+                vocabulary. None for all tokens.
             adapters: LoRA adapters. Each request may use one of them (`KVCache.acquire`).
-            devices: Device of each layer, if not all are on `device`.
-            kv_dtype: Dtype of keys and values in the cache (`kv_types.py`); None for `dtype`.
+            devices: Device of each layer. Empty if all layers are on `device`.
+            kv_dtype: Dtype of keys and values in the cache (`kv_types.py`). None for `dtype`.
 
         Raises:
-            CorruptModel: A tensor is missing, unknown or has the wrong shape.
-            AdapterMismatch: An adapter changes a module that the model does not have.
-            UnsupportedModel: An adapter changes a module that can only be merged.
+            CorruptModel: If a tensor is missing, unknown or has the wrong shape.
+            AdapterMismatch: If an adapter changes a module that the model does not have.
+            UnsupportedModel: If an adapter changes a module that can only be merged.
         """
         self.config, self.dtype, self.device = config, dtype, device
         self.kv_dtype = kv_dtype or dtype
@@ -98,7 +99,7 @@ class Decoder:
         self._bias = bias = weights.get("lm_head.bias", table[:1]) if "lm_head.bias" in weights else None
         is_head = config.tied and head_tokens is None and bias is None and not weights.requantises
         self._embed = weights.embedding("model.embed_tokens.weight", table, is_head)
-        # As in the published models, the scale is rounded to the model's dtype first.
+        # Round the scale to the model's dtype first, as the published models do.
         self._embed_scale = torch.tensor(config.embed_scale).to(dtype).item()
         layers = []
         for index, layer in enumerate(config.plan):
@@ -121,15 +122,16 @@ class Decoder:
 
     @property
     def tables(self) -> list[Tensor | NativeLinear | Stored]:
-        """The embedding matrices that are no output head. A pass reads only the rows of its tokens from them."""
+        """The embedding matrices that are not also an output head. A pass reads only the rows of its tokens from
+        them."""
         inputs = [self._token_inputs.table] if self._token_inputs else []
         return [table for table in (self._embed, *inputs) if table is not self._head]
 
     def excerpt(self) -> Decoder:
         """See `protocols.Divisible`.
 
-        The excerpt has one layer of each kind, and one layer after them: the effect of a layer on the cache only shows
-        in a later layer.
+        The excerpt has one layer of each kind, and one more layer after them, because a layer's effect on the cache
+        shows only in a later layer.
         """
         if self.device.type != "cpu" or len(self._stack.devices) > 1:
             return self
@@ -146,14 +148,15 @@ class Decoder:
         return self._stack.native is not None
 
     def position_bytes(self) -> dict[torch.device, int]:
-        """Return the bytes that the keys and values of one position take on each device."""
+        """Return, for each device, the number of bytes that the keys and values of one position take."""
         found = dict.fromkeys(self._stack.devices, 0)
         for device, layer in zip(self._stack.device_of, self.config.plan, strict=True):
             found[device] += replace(self.config, special=(layer,)).cache_bytes(1, self.kv_dtype)
         return found
 
     def cache_bytes(self, tokens: int) -> int:
-        """Return the bytes of the keys and values of a text of `tokens` tokens (see `ModelConfig.cache_bytes`)."""
+        """Return the size, in bytes, of the keys and values of a text of `tokens` tokens (see
+        `ModelConfig.cache_bytes`)."""
         return self.config.cache_bytes(tokens, self.kv_dtype)
 
     def new_cache(self) -> SlabCache:
@@ -175,10 +178,10 @@ class Decoder:
 
     @property
     def rows_are_independent(self) -> bool:
-        """See `protocols.Divisible`. Padding rows are then not needed.
+        """See `protocols.Divisible`. If it is True, padding rows are not needed.
 
-        The CPU kernels have this property. Torch's products do not; latent attention and the adapters of layer-by-layer
-        models use them. All models with adapters are padded.
+        The CPU kernels have this property. torch's products do not have it. Latent attention and the adapters of
+        layer-by-layer models use torch's products. Models with adapters are always padded.
         """
         on_cpu = all(device.type == "cpu" for device in self._stack.devices)
         native = isinstance(self._head, NativeLinear) and self.config.attention.latent is None
@@ -194,8 +197,8 @@ class Decoder:
         want: Want,
         adapters: Sequence[int] = (),
     ) -> Forward:
-        """Run the layers from `first`, the final norm, and the head for the wanted rows. x [B, T, H] enters layer
-        `first`."""
+        """Run layer `first` and all later layers, the final norm, and the head for the requested rows. x [B, T, H] is
+        the input of layer `first`."""
         end = self.config.layers if want.layers is None else want.layers
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
@@ -221,7 +224,7 @@ class Decoder:
         return Forward(self.logits(x), taps)
 
     def _per_layer(self, rows: Rows) -> Tensor:
-        """Return the per-layer embeddings of the rows. Rows of images have those of the padding token."""
+        """Return the per-layer embeddings of the rows. Image rows have the embeddings of the padding token."""
         assert self._token_inputs
         tokens, x = rows.tokens, self.embed(rows.tokens)
         if rows.given:
@@ -230,10 +233,10 @@ class Decoder:
         return self._token_inputs(tokens, x)
 
     def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
-        """Compute logits of the real rows, without padding.
+        """Compute the logits of the real rows only.
 
-        Only the CPU kernels may skip the padding. With torch's products, a row's bits would depend on the number of
-        rows.
+        Only with the CPU kernels may padding rows be skipped. With torch's products, a row's bits would depend on the
+        number of rows.
         """
         logits = head.precise(x, torch.tensor(rows.lines))[:, : max(rows.counts)]
         for slot, count in zip(logits, rows.counts, strict=True):
@@ -241,7 +244,8 @@ class Decoder:
         return logits
 
     def _placed(self, rows: Rows, cache: KVCache) -> Rows:
-        """Return the rows at their rotary positions, which differ from the slots' after images (M-RoPE)."""
+        """Return the rows with their rotary positions, which differ from their positions in the slot after images
+        (M-RoPE)."""
         if rows.given and rows.given.positions is not None:
             axes = rows.given.positions.to(self.device)
             missing = rows.tokens.shape[1] - axes.shape[1]  # padding rows, which are never read
@@ -278,7 +282,7 @@ class Decoder:
         return self._shaped(self._head.precise(x))
 
     def _shaped(self, logits: Tensor) -> Tensor:
-        """Apply the config's divisor and bound to the logits, in place."""
+        """Apply the config's divisor and softcap to the logits, in place."""
         if self.config.logits_divisor != 1.0:
             logits.div_(self.config.logits_divisor)
         cap = self.config.final_softcap
@@ -296,7 +300,7 @@ class Decoder:
 
 
 def _rows(table: Tensor | NativeLinear | Stored, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows [..., *] of an embedding."""
+    """Return the rows of an embedding for these tokens, [..., width]."""
     if isinstance(table, Tensor):
         return F.embedding(tokens, table)
     rows = table.matrix.rows(tokens) if isinstance(table, NativeLinear) else read_rows(table[tokens.flatten()])
@@ -316,7 +320,7 @@ class TokenInputs:
         self._scales = c.token_inputs**0.5, c.hidden**-0.5
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """Return the inputs [B, T, layers, P] for tokens [B, T] with embedding x [B, T, H]."""
+        """Return the inputs [B, T, layers, P] for tokens [B, T] with embeddings x [B, T, H]."""
         of_table, of_product = self._scales
         own: Tensor = (_rows(self.table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
         normed = self._norm((self._product(x) * of_product).unflatten(-1, self._shape))
@@ -326,7 +330,7 @@ class TokenInputs:
 def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
     """Build a decoder layer from tensors with Llama's names.
 
-    Models with norms after each part (Gemma) have two more norms, and `post_attention` then names the norm after
+    Models with a norm after each block (Gemma) have two more norms. In these models, `post_attention` is the norm after
     attention.
 
     Args:
@@ -334,7 +338,7 @@ def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str
         layer: The layer's own configuration.
         weights: The checkpoint's tensors.
         prefix: Prefix of the layer's tensor names.
-        entry: Width of attention's input, if it is given separately instead of being the normed stream.
+        entry: Width of the input of attention, if it is given separately. None if it is the normed stream.
     """
     c = c.of(layer)
 
@@ -373,7 +377,7 @@ def _token_input(c: ModelConfig, weights: Weights, prefix: str) -> TokenInput:
 def _make_mixer(
     c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, width: int
 ) -> tuple[Mixer | None, Addend | None]:
-    """Return the mixer of a layer, if it has one, and its output product."""
+    """Return the mixer of a layer and its output product, or None for both if the layer has none."""
     attention, state, products = None, None, list[Linear]()
     if spec.attends:
         make = make_latent if c.attention.latent else make_attention
@@ -429,15 +433,14 @@ def make_attention(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix:
 
 
 def _unpaired(c: ModelConfig, rope: RopeConfig) -> Tensor:
-    """Return the order of a head's elements that moves the first elements of all rotary pairs before the second
-    ones."""
+    """Return the order that puts a head's first elements of all rotary pairs before all second elements."""
     rotated, order = int(c.head_dim * rope.share), torch.arange(c.head_dim)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
     return order
 
 
 def _each_head(c: ModelConfig, within: Tensor) -> Tensor:
-    """Return the order of query, key and value rows that applies `within` to each query and key head."""
+    """Return an order of query, key and value rows that applies the order `within` to each query and key head."""
     rows = torch.arange((c.heads + 2 * c.kv_heads) * c.head_dim).view(-1, c.head_dim)
     rows[: -c.kv_heads] = rows[: -c.kv_heads, within]
     return rows.flatten()
@@ -449,8 +452,8 @@ def make_mlp(c: ModelConfig, weights: Weights, prefix: str) -> Dense:
 
 
 def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ffn: int) -> Dense:
-    """Build a feed-forward network. `parts` names the gate and up projections. They may be one tensor in the checkpoint
-    (Phi-3), and a network without a gate only has the second."""
+    """Build a feed-forward network. `parts`: Names of the gate and up projections. In the checkpoint, they may be a
+    single tensor (Phi-3). A network without a gate has only the up projection."""
     fused = parts[1].removesuffix("up_proj") + "gate_up_proj"
     out = weights.linear({down: c.hidden}, ffn)
     if not c.gated_mlp:

@@ -1,4 +1,5 @@
-"""Tensor parallelism behind `Target` and `KVCache`: a decoder split across ranks, and its cache."""
+"""Tensor parallelism behind the protocols `Target` and `KVCache`: a decoder that is split across ranks, and its
+cache."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from paceline.types import Forward, Rows, Want
 
 @dataclass(frozen=True, eq=False)
 class SavedShards(SavedSlabs, Mirrored):
-    """This rank's part of a slot's committed keys and values."""
+    """This rank's part of the keys and values that a slot has committed."""
 
 
 class DividedCache(SlabCache, Mirrored):
@@ -44,7 +45,8 @@ class DividedCache(SlabCache, Mirrored):
 
 
 class DividedDecoder(Decoder, Mirrored):
-    """This rank's part of a decoder. Rank 0 is the target: its calls are repeated on all other ranks."""
+    """This rank's part of a decoder. The part on rank 0 is the target, and calls of it are repeated on all other
+    ranks."""
 
     _cache_type = DividedCache
 
@@ -61,7 +63,7 @@ class DividedDecoder(Decoder, Mirrored):
         adapters: Sequence[Factors] = (),
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """See `Decoder`. `tensors` and `adapters` are whole; each rank takes its own part of them."""
+        """See `Decoder`. `tensors` and `adapters` are complete on every rank, and each rank takes its own part."""
         self.mirror, self.ranks = mirror, (ranks := mirror.ranks)
         with ranks.ended_by_failure():
             division = divide(config, tensors, ranks.count)
@@ -98,17 +100,17 @@ class DividedDecoder(Decoder, Mirrored):
 
     def forward(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """See `protocols.Target.forward`."""
-        cache.begin(rows)  # raises for misuse and lack of memory before the other ranks start the pass
+        cache.begin(rows)  # raise errors (misuse, no memory) before the other ranks start the pass
         return self.forward_part(rows, cache, want)
 
     @together
     def forward_part(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
-        """Run the pass on all ranks. Rank 0 gets the logits."""
+        """Run this rank's part of a pass. All ranks run it at the same time. Only rank 0 gets the logits."""
         return super().forward(rows, cache, want)
 
     @together
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `protocols.EmbeddingAndHead`. The sum is exact because all ranks but one add zeros."""
+        """See `protocols.EmbeddingAndHead`. The sum over the ranks is exact, because all ranks except one add zeros."""
         foreign = (tokens < self._first) | (tokens >= self._end)
         x = super().embed((tokens - self._first).masked_fill(foreign, 0))
         return self.ranks.sum(x.masked_fill(foreign[..., None], 0))

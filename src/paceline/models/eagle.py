@@ -1,9 +1,9 @@
 """The network of an EAGLE head: one or a few decoder layers that extrapolate the target's hidden states.
 
 Row t of a text combines the target's features g_t at position t with token t + 1, and predicts token t + 2. For drafted
-tokens g_t is unknown, and the parent row's hidden state takes its place. Row t has rotary position t, as in SafeAILab's
-code, vLLM and SGLang. Speculators trains with t + 1, which is equivalent because rotary scores depend only on
-distances.
+tokens, g_t is not known, and the hidden state of the parent row takes its place. Row t has rotary position t, as in
+SafeAILab's code, vLLM and SGLang. Speculators trains with position t + 1, which is equivalent, because rotary scores
+depend only on distances.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class EagleNetwork:
             host: The target.
 
         Raises:
-            CorruptModel: A tensor is missing or has the wrong shape, or the head's tokens are not in the target's
+            CorruptModel: If a tensor is missing or has the wrong shape, or the head's tokens are not in the target's
                 vocabulary.
         """
         layer = replace(
             config.layer, norms=replace(config.layer.norms, after=False)
-        )  # heads have no norms after attention and MLP, not even Gemma's
+        )  # heads have no norms after attention and MLP, even for Gemma targets
         weights = Weights(tensors, host.dtype, host.device)
         self._embed = _embedding(config, weights, host)
         self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
-        # Later layers take the plain stream, as in the target.
+        # Later layers read the plain stream, as in the target.
         widths = [self._entry.width, *[None] * (layer.layers - 1)]
         layers = [
             make_layer(layer, kind, weights, f"layers.{i}.", width)
@@ -64,10 +64,10 @@ class EagleNetwork:
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if normed else None
         self._feeds_normed, self._layers = config.norm_output, layer.layers
         self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
-        """Token ids of the logits' columns (None for all tokens), and a function from the second result of `step` to
-        logits [..., C]."""
+        """The token ids of the logits' columns (None for all tokens), and a function that maps the second result of
+        `step` to logits [..., C]."""
         self.mask = _mask(config, weights)
-        """P-EAGLE's mask token, and its features [taps * target H]; None for other heads."""
+        """P-EAGLE's mask token and its features [taps * target H]. None for other heads."""
         weights.finish()
 
     def new_cache(self) -> SlabCache:
@@ -77,7 +77,7 @@ class EagleNetwork:
 
     @torch.inference_mode()
     def fuse(self, features: Tensor) -> Tensor:
-        """Turn the target's concatenated taps [..., taps * target H] into the hidden states [..., H] that `step`
+        """Convert the target's concatenated taps [..., taps * target H] to the hidden states [..., H] that `step`
         takes."""
         return self._entry.fuse(features)
 
@@ -91,10 +91,10 @@ class EagleNetwork:
             rows: The tokens. Each token *follows* the token of its hidden state.
             hidden: Hidden states [B, T, H]: fused features, or the first result of an earlier step.
             cache: The head's cache.
-            images: For each slot, the images among its tokens. () if there are none.
+            images: For each slot, the images among its tokens. Empty if no slot has any.
 
         Returns:
-            The hidden states for the next step and the input of `logits`, both [B, T, H].
+            The hidden states for the next step, and the input of `logits`. Both are [B, T, H].
         """
         embedded = self._embed(rows.tokens)
         for line, given in zip(embedded, images, strict=False):
@@ -108,8 +108,8 @@ class EagleNetwork:
 
 
 class _Eagle3Input:
-    """Input of EAGLE-3. Attention reads the embedding and the hidden state, each normed and then concatenated. The
-    residual stream continues the hidden state. `width` is the size of attention's input."""
+    """The input of EAGLE-3. Attention reads the embedding and the hidden state, which are normed separately and then
+    concatenated. The residual stream continues the hidden state. `width` is the width of the input of attention."""
 
     def __init__(self, config: EagleConfig, weights: Weights) -> None:
         c, wide = config.layer, len(config.taps) * config.target_hidden
@@ -134,7 +134,7 @@ class _Eagle3Input:
         return self._fc(features)
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return attention's input [..., width] and the residual stream [..., H]."""
+        """Return the input of attention [..., width] and the residual stream [..., H]."""
         normed = self._hidden_norm(hidden)
         both = torch.cat([self._input_norm(embedded), normed], -1)
         return both, normed if self._normed_residual else hidden
@@ -143,7 +143,7 @@ class _Eagle3Input:
 class _Eagle1Input:
     """Input of EAGLE-1, EAGLE-2 and MTP layers.
 
-    `fc` fuses the embedding and the hidden state. In EAGLE-1 and 2 a Llama layer without an input norm follows, and the
+    `fc` fuses the embedding and the hidden state. In EAGLE-1 and 2, a Llama layer without an input norm follows. The
     hidden state is the target's last state after its final norm (transformers' `hidden_states[-1]`, the tap "final").
     An MTP layer norms both inputs of `fc` and has an input norm. MiMo's MTP layer reads the target's last state before
     its final norm.
@@ -186,13 +186,14 @@ def _mask(config: EagleConfig, weights: Weights) -> tuple[int, Tensor] | None:
 
 
 def _embedding(config: EagleConfig, weights: Weights, host: TargetWithHead) -> Activation:
-    """Return the head's own embedding, or else the target's."""
+    """Return the head's own embedding. If it has none, return the target's."""
     if "embed_tokens.weight" in weights:
         table = weights.get("embed_tokens.weight", (config.layer.vocab_size, config.layer.hidden))
         return lambda tokens: F.embedding(tokens, table)
     if config.layer.hidden != config.target_hidden:
         raise CorruptModel(
-            f"the head is {config.layer.hidden} wide, its target {config.target_hidden}, and it has no embedding",
+            f"the head has no embedding, and its width {config.layer.hidden} is not its target's, "
+            f"{config.target_hidden}",
             "Fetch the head again",
         )
     return host.embed

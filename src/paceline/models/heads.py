@@ -1,6 +1,7 @@
-"""Configuration of learned drafters. `head_files.py` reads it, `drafters/` runs the heads, `train/` makes them.
+"""The configuration of learned drafters. `checkpoints/head_files.py` reads it, `drafters/` runs the heads, and `train/`
+trains them.
 
-In memory, tensors always have the names of the `speculators` layout:
+In memory, the tensors always have the names of the `speculators` layout:
 
     eagle3   fc.weight [H, taps * target H], layers.0.{hidden_norm,input_layernorm,post_attention_layernorm}.weight,
              layers.0.self_attn.{q,k,v,o}_proj.weight (q, k, v take 2H: normed embedding, then normed hidden),
@@ -49,21 +50,22 @@ class EagleConfig:
 
     Attributes:
         layer: The decoder layers, with the target's vocabulary. Only the first layer reads the embedding. Its
-            `context_length` is the file's (2048 in many published heads), not a limit: the target's context length
-            applies.
-        taps: Input taps, in order; () in a file that leaves them to the target, until `head_fit.fits` fills them in.
+            `context_length` comes from the file (2048 in many published heads), but is no limit: the target's context
+            length applies.
+        taps: Input taps, in order. Empty if the file leaves them to the target, until `head_fit.fits` fills them in.
         target_hidden: The target's hidden size.
         draft_vocab: Number of tokens that the head can draft.
         version: 3, or 1 for EAGLE-1, EAGLE-2 and MTP layers.
-        norm_before_residual: The residual stream of the first layer is the normed hidden state.
-        norm_before_fc: The concatenated taps are normed before `fc`.
-        fc_norm: Each tap has its own norm before `fc`.
-        norm_output: The next step takes the normed output, not the raw one.
-        built_in: The head is the target's MTP layer (with `version` 1).
-        hidden_first: `fc` takes the hidden state before the embedding (MiMo).
-        mask_token: For P-EAGLE, which drafts all tokens of a chain in one pass: the placeholder for unknown tokens.
-        head_tokens: Token ids, ascending, to which an output head over the whole vocabulary is reduced. Set when
-            loading; not in the file.
+        norm_before_residual: True if the residual stream of the first layer is the normed hidden state.
+        norm_before_fc: True if the concatenated taps are normed before `fc`.
+        fc_norm: True if each tap has its own norm before `fc`.
+        norm_output: True if the next step takes the normed output instead of the raw output.
+        built_in: True if the head is the target's MTP layer (with `version` 1).
+        hidden_first: True if `fc` takes the hidden state first and the embedding second (MiMo).
+        mask_token: For P-EAGLE, which drafts all tokens of a chain in one pass, the placeholder for unknown tokens.
+            None for other heads.
+        head_tokens: The token ids that an output head for the whole vocabulary keeps, in ascending order. This is set
+            on loading, and is not part of the file.
     """
 
     layer: ModelConfig
@@ -90,10 +92,10 @@ class MedusaConfig:
         hidden: The target's hidden size.
         vocab_size: The target's vocabulary size.
         heads: Number of heads.
-        layers: Residual SiLU blocks per head.
-        shared: The heads use the target's output head.
-        draft_vocab: Number of tokens that the heads can draft, listed in `token_map`; 0 for the whole vocabulary.
-        paths: The static tree, each node as the ranks on its path; () for the drafter's default tree.
+        layers: Number of residual SiLU blocks per head.
+        shared: True if the heads use the target's output head.
+        draft_vocab: Number of tokens that the heads can draft, which `token_map` lists. 0 for the whole vocabulary.
+        paths: The static tree. The ranks on its path identify a node. Empty for the drafter's default tree.
     """
 
     hidden: int
@@ -113,27 +115,28 @@ class BlockConfig:
     """A block drafter: DFlash 1 (arXiv 2602.06036), DFlash 2 or DSpark.
 
     One pass over the pending token and `size` - 1 mask tokens drafts a block. Only DFlash 2 has `conv`, `conv_group`,
-    `selector` and `candidates`, and it has no reduced vocabulary.
+    `selector` and `candidates`. It never has a reduced vocabulary.
 
     Attributes:
         layer: The layers, with the target's hidden size and vocabulary, and windows and rotary embedding by layer
             (`plan`).
         taps: Input taps, in order.
-        size: Entries of a block.
+        size: Number of entries in a block.
         mask_token: Token id of the mask.
-        causal: For each layer, True if an entry only sees earlier entries of its block; () if no layer is causal.
-            Layers with a window are trained causal, unless the config says otherwise (speculators'
+        causal: For each layer, True if an entry attends only to earlier entries of its block. Empty if no layer is
+            causal. Layers with a window are causal in training, unless the config says otherwise (speculators'
             `sliding_window_non_causal`, vLLM's `dflash_config.causal` and `is_causal`).
-        from_anchor: Entry j predicts the token after its own position, starting with the pending token's entry
-            (speculators' `sample_from_anchor`).
-        draft_vocab: Number of tokens that the drafter's own `lm_head` scores; 0 for the target's head.
-        markov: Rank of DSpark's Markov head, which corrects logits by the preceding token; 0 for none.
-        confidence: Number of inputs of DSpark's confidence head: the state of an entry and, if the number exceeds the
-            hidden size, also W1's row of the preceding token; 0 for no such head.
+        from_anchor: True if each entry predicts the token after its own position, starting with the pending token's
+            entry (speculators' `sample_from_anchor`).
+        draft_vocab: Number of tokens that the drafter's own `lm_head` scores. 0 if it uses the target's head.
+        markov: Rank of DSpark's Markov head, which corrects logits depending on the preceding token. 0 if there is
+            none.
+        confidence: Number of inputs of DSpark's confidence head. The inputs are the state of an entry and, if the
+            number exceeds the hidden size, also W1's row for the preceding token. 0 if there is no confidence head.
         conv: Number of entries that a convolution covers, newest first.
-        conv_group: Channels that share the input-dependent part of a kernel.
+        conv_group: Number of channels that share the input-dependent part of a kernel.
         selector: Rank of the path selector.
-        candidates: Number of best tokens of each entry among which the path selector chooses.
+        candidates: Number of best tokens of an entry among which the path selector chooses.
     """
 
     layer: ModelConfig
@@ -152,14 +155,14 @@ class BlockConfig:
 
     @property
     def depth(self) -> int:
-        """Number of tokens drafted by one pass."""
+        """Number of tokens that one pass drafts."""
         return self.size if self.from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ExitConfig:
-    """Early exit after `layers` of the target's layers, with a residual projection of rank `rank` before the output
-    head (0 for none)."""
+    """Early exit after the first `layers` layers of the target, with a residual projection of rank `rank` before the
+    output head (0 for no projection)."""
 
     hidden: int
     layers: int
@@ -168,8 +171,8 @@ class ExitConfig:
 
 @dataclass(frozen=True, slots=True)
 class AssistantConfig:
-    """Gemma 4's assistant: layers that have only queries and read the target's keys and values. `layer` describes them,
-    with the target's vocabulary."""
+    """Gemma 4's assistant, whose layers compute only queries, and read the target's keys and values. `layer` describes
+    these layers, with the target's vocabulary."""
 
     layer: ModelConfig
     target_hidden: int
@@ -177,7 +180,7 @@ class AssistantConfig:
 
 
 TrainableConfig = EagleConfig | MedusaConfig | BlockConfig | ExitConfig
-"""Heads that Paceline can train and write."""
+"""The kinds of heads that Paceline can train and write."""
 HeadConfig = TrainableConfig | AssistantConfig
 
 
@@ -193,7 +196,7 @@ def kind_of(config: HeadConfig) -> str:
 
 
 def taps_of(config: HeadConfig) -> tuple[Tap, ...]:
-    """Return the head's input taps; () if an EAGLE-3 head leaves them to the target."""
+    """Return the head's input taps. They are empty if an EAGLE-3 head leaves them to the target."""
     if isinstance(config, (EagleConfig, BlockConfig, AssistantConfig)):
         return config.taps
     return ("final",) if isinstance(config, MedusaConfig) else (config.layers,)
@@ -208,8 +211,8 @@ class HeadFile:
         layout: "speculators", "reference", "sglang", "vllm", "paceline" or "built in".
         config: The head's architecture.
         tensors: Weights, under the names listed above.
-        target: Name of the model that the head was trained for, from its config; None if the config has no name.
-        target_layers: The number of layers of that model; None if unknown.
+        target: Name of the model that the head was trained for. None if the head's config does not contain it.
+        target_layers: Number of layers of that model. None if it is not known.
         extra: Other data under "paceline" in the config, such as the measured acceptance by category and the target's
             `head_fit.fingerprint`.
     """

@@ -1,4 +1,4 @@
-"""The tensors that an object holds, to measure its memory."""
+"""Find the tensors that an object holds, to measure its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 
 def tensors_of(root: object, beside: object = None) -> list[Tensor]:
-    """Return each tensor that an object of Paceline holds once, except those reachable only through `beside`."""
+    """Return the tensors that an object of Paceline holds, each of them once. Tensors that `beside` holds are left
+    out."""
     tensors: dict[int, Tensor] = {}
     seen, pending = {id(beside)}, [root]
     while pending:
@@ -31,5 +32,5 @@ def _is_searched(item: object) -> bool:
 
 
 def held_bytes(*roots: object) -> int:
-    """Return the total bytes of all tensors that these objects hold."""
+    """Return the total size, in bytes, of the tensors that these objects hold."""
     return sum(t.numel() * t.element_size() for t in tensors_of(roots))

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with a cache that only stores the latents.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with a cache that stores only the latents.
 
 The cache stores one normed latent vector and one rotary key per token. The keys and values of all heads are computed
-from the latent. In DeepSeek-V3 the cache stores 576 numbers per token, instead of 40,960 for keys and values of 128
-heads. The up-projection of the keys is applied to the queries instead, which is the same sum in another order, and the
-up-projection of the values is applied to attention's output. All heads then attend to the same cache rows, and each row
-is both key and value.
+from the latent. In DeepSeek-V3, the cache stores 576 numbers per token, instead of the 40,960 numbers for the keys and
+values of 128 heads. The up-projection of the keys is applied to the queries instead, which gives the same sum in
+another order. The up-projection of the values is applied to the output of attention. So all heads attend to the same
+rows of the cache, and each row is both key and value.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from paceline.models.weights import Weights
 from paceline.protocols import Pass
 
 _EPS = 1e-6
-"""Epsilon of the latents' norms. DeepSeek's code and transformers use this value, whatever the config's epsilon."""
+"""Epsilon of the latents' norms. DeepSeek's code and transformers always use this value, and ignore the config's
+epsilon."""
 
 
 class LatentAttention(Mixer):
-    """Attention of all heads to one cache row per token: its latent, then its rotary key."""
+    """Attention of all heads to one cache row per token, which consists of the token's latent and its rotary key."""
 
     sinks: Tensor | None = None
 
@@ -44,9 +45,10 @@ class LatentAttention(Mixer):
         Args:
             config: Sizes.
             heads: Number of heads.
-            entry: Product for the queries (or their latent), the latent of keys and values, and the rotary key.
+            entry: The product that computes the queries (or their latent), the latent of keys and values, and the
+                rotary key.
             norm: Norm of the latent of keys and values.
-            queries: Norm and up-projection of the queries' latent; None if queries are computed directly.
+            queries: Norm and up-projection of the queries' latent. None if queries are computed directly.
             keys: Up-projection of the keys, [heads, rank, plain].
             values: Up-projection of the values, [heads, value, rank].
         """
@@ -72,16 +74,18 @@ class LatentAttention(Mixer):
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
-    """Multiply each head's weight [heads, out, in] by its part of x [B, T, heads, in]. Returns [B, T, heads, out]."""
+    """Multiply the weight [heads, out, in] of each head by the head's part of x [B, T, heads, in]. Return [B, T, heads,
+    out]."""
     columns = x.flatten(0, 1).permute(1, 2, 0)
     made: Tensor = torch.bmm(weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:2])
     return made
 
 
 def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> LatentAttention:
-    """Build latent attention from tensors with DeepSeek's names. See `decoder.make_attention`.
+    """Build latent attention from tensors with DeepSeek's names. `decoder.make_attention` has the same arguments.
 
-    The up-projection of keys and values is one matrix, or two stacks of matrices (newer files of llama.cpp).
+    The up-projection of keys and values is stored as one matrix, or as two stacks of matrices (newer files of
+    llama.cpp).
     """
     m = c.attention.latent
     assert m
@@ -106,8 +110,8 @@ def _norm(weights: Weights, name: str, size: int) -> RMSNorm:
 
 
 def _halves(m: LatentConfig, heads: int, plain: int, interleaved: bool) -> Tensor:
-    """Return the order of elements that moves the first elements of all rotary pairs before the second ones, in each
-    head [plain + rotary]."""
+    """Return the order of elements that puts, within each head [plain + rotary], the first elements of all rotary pairs
+    before all second elements."""
     size = plain + m.rotary
     within = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)] if interleaved else [*range(size)]
     return torch.arange(heads * size).view(heads, size)[:, within].flatten()
@@ -119,7 +123,7 @@ def _products(heads: int, m: LatentConfig, weights: Weights, prefix: str) -> tup
     if stacks[0] in weights and name not in weights:
         keys = weights.get(stacks[0], (heads, m.rank, m.plain))
         return keys, weights.get(stacks[1], (heads, m.value, m.rank))
-    for stack in stacks:  # some files hold these in addition to the matrix
+    for stack in stacks:  # some files contain the stacks in addition to the matrix
         weights.skip(stack)
     both = weights.get(name, (heads * (m.plain + m.value), m.rank)).view(heads, -1, m.rank)
     return both[:, : m.plain].transpose(1, 2).contiguous(), both[:, m.plain :].contiguous()

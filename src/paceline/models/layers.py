@@ -1,4 +1,4 @@
-"""Parts of a decoder layer, as plain callables on tensors."""
+"""The parts of a decoder layer, as plain callables on tensors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paceline.verify.tree import MIN_ROWS
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute the logistic function in float64, then round.
+    """Compute the logistic function in float64, and round the result.
 
-    For float32, torch computes the last elements of a tensor, which do not fill a SIMD vector, with another function. A
+    In float32, torch uses another function for the last elements of a tensor, if they do not fill a SIMD vector. A
     row's bits would then depend on the number of rows.
     """
     return x.double().sigmoid().to(x.dtype)
 
 
 class Addend(Protocol):
-    """A part whose output is added to the stream: an MLP, or the output projection after a mixer."""
+    """A part of a layer whose output is added to the stream: an MLP, or the output projection after a mixer."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -41,7 +41,7 @@ class Addend(Protocol):
 
 
 class Mixer(Protocol):
-    """The part of a layer in which rows see other rows: attention, or a recurrence."""
+    """The part of a layer that mixes rows: attention, or a recurrence."""
 
     @abstractmethod
     def mix(self, x: Tensor, layer: int, rope: Rope, view: Any) -> Tensor:
@@ -52,7 +52,7 @@ class Mixer(Protocol):
 class Attention(Mixer):
     """Grouped-query attention with one product for queries, keys and values.
 
-    If it is gated (Qwen3-Next), the product outputs each query head followed by the gate of that head's output.
+    If it is gated (Qwen3-Next), the product returns each query head followed by the gate for that head's output.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Attention(Mixer):
         """Build attention.
 
         Args:
-            qkv: Product for queries, keys and values. It may omit the values if they equal the keys before norm and
-                rotation.
+            qkv: The product that computes queries, keys and values. It omits the values if they equal the keys before
+                norm and rotation.
             heads: Number of query heads.
             kv_heads: Number of key heads.
-            head_dim: Elements of a head.
-            norm: QK-norm.
-            sinks: Attention sinks [heads], see `cache.attention.LayerAttention`.
-            gated: The output is gated.
-            value_norm: Norm of the values.
-            tempered: The rotary factors only scale the queries (Llama 4).
-            rotated_first: QK-norm is applied after the rotation (Hunyuan).
+            head_dim: Number of elements of a head.
+            norm: QK-norm, or None.
+            sinks: Attention sinks [heads] (see `cache.attention.LayerAttention`), or None.
+            gated: True if the output is gated.
+            value_norm: Norm of the values, or None.
+            tempered: True if the rotary factors only scale the queries (Llama 4).
+            rotated_first: True if QK-norm is applied after the rotary embedding (Hunyuan).
         """
         self.qkv, self.norm, self.sinks, self.gated, self.value_norm = qkv, norm, sinks, gated, value_norm
         self.split = (heads + kv_heads, kv_heads)
@@ -89,7 +89,7 @@ class Attention(Mixer):
         self.rotated_first = rotated_first
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: Pass) -> Tensor:
-        """Attend. Returns [B, T, heads * D], before the output projection.
+        """Attend. Return the output [B, T, heads * D] before the output projection.
 
         `rope` is None if the layer encodes no positions (SmolLM3).
         """
@@ -116,7 +116,7 @@ class Attention(Mixer):
 class SharedAttention(Attention):
     """Attention without key heads, which reads the keys and values of an earlier layer (Gemma 4)."""
 
-    # Only caches of models with such layers are asked for a pass of them.
+    # Only models with such layers use this class, and their caches return a `SharedPass`.
     def mix(self, x: Tensor, layer: int, rope: Rope, view: SharedPass) -> Tensor:  # type: ignore[override]
         """See `Attention.mix`."""
         q = self.qkv(x).unflatten(-1, (self.heads, self.head_dim))
@@ -145,10 +145,10 @@ class Mixture:
     Scores are softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2). The choice may be limited
     to the best groups of experts (DeepSeek-V2 and V3).
 
-    A row's bits do not depend on the other rows. Ties go to the expert with the lowest number, and an expert's product
-    has at least `MIN_ROWS` rows. The results of a row's experts are added in the order of their numbers, as in
-    transformers, but in float32 (float64 for a float64 model). The router's scores keep the precision of its product
-    when they are compared.
+    A row's bits do not depend on the other rows. A tie goes to the expert with the lowest index, and the product of an
+    expert has at least `MIN_ROWS` rows. The results of a row's experts are added in the order of their indices, as in
+    transformers, but in float32 (float64 for a float64 model). The router's scores are compared in the precision of its
+    product.
     """
 
     def __init__(
@@ -166,22 +166,22 @@ class Mixture:
         """Build the mixture.
 
         Args:
-            router: Product for the experts' logits.
+            router: The product that computes the experts' logits.
             experts: The experts.
-            used: Experts per row.
-            normalised: Scale the weights of a row's experts to sum to 1.
-            scales: Factors of the experts' results, [experts].
-            sigmoid: Compute scores by sigmoid instead of softmax.
-            bias: Added to the scores when choosing experts, but not to the weights; [experts].
-            groups: Limit of the choice by group.
-            weighs_inputs: Weigh the experts' inputs instead of their results (Llama 4).
+            used: Number of experts per row.
+            normalised: True to scale the weights of a row's experts so that they sum to 1.
+            scales: Factors for the experts' results, [experts], or None.
+            sigmoid: True to compute scores by sigmoid instead of softmax.
+            bias: Added to the scores to choose experts, but not to the weights, [experts]. None for no bias.
+            groups: Limits the groups of experts among which a row may choose, or None.
+            weighs_inputs: True to weigh the experts' inputs instead of their results (Llama 4).
         """
         self.router, self.experts, self.scales, self.groups = router, experts, scales, groups
         self.used, self.normalised, self.sigmoid, self.bias = used, normalised, sigmoid, bias
         self.weighs_inputs = weighs_inputs
 
     def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
-        """Run the experts on x [..., H]. `judged` [..., H] is the router's input, if it is not x."""
+        """Run the experts on x [..., H]. `judged`: The router's input [..., H], if it is not x."""
         rows = x.flatten(0, -2)
         weights, chosen = self._route(rows if judged is None else judged.flatten(0, -2))
         total = torch.zeros_like(rows, dtype=weights.dtype)
@@ -200,10 +200,10 @@ class Mixture:
         return residual + self(x)
 
     def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and the experts' numbers of each row, both [N, used]."""
+        """Return the weights and the indices of each row's experts, both [N, used]."""
         logits = self.router.precise(rows)
         scores = sigmoid(logits) if self.sigmoid else logits.softmax(-1)
-        # Llama 4 compares logits, because the sigmoids of many logits round to 1.
+        # Llama 4 compares logits, because many of their sigmoids round to 1.
         compared = logits if self.weighs_inputs else scores
         compared = compared if self.bias is None else compared + self.bias
         if self.groups:
@@ -215,7 +215,7 @@ class Mixture:
 
 
 def _limited(scores: Tensor, groups: Groups) -> Tensor:
-    """Set the scores [N, experts] outside of each row's best groups to -inf. Of equal groups, the first is taken."""
+    """Set the scores [N, experts] outside of each row's best groups to -inf. In a tie, the first group wins."""
     each = scores.unflatten(-1, (groups.count, -1))
     together = each.sort(-1, descending=True)[0][..., : groups.best].sum(-1)
     others = together.sort(dim=-1, descending=True, stable=True)[1][:, groups.used :, None]
@@ -224,8 +224,8 @@ def _limited(scores: Tensor, groups: Groups) -> Tensor:
 
 
 class SharedMixture:
-    """A mixture plus a shared expert that every row uses (Granite 4). The shared expert's result may have a weight by
-    row (Qwen3-Next)."""
+    """A mixture and a shared expert, which every row uses (Granite 4). The result of the shared expert may have a
+    weight for each row (Qwen3-Next)."""
 
     def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
         self.experts, self.shared, self.share = experts, shared, share
@@ -241,8 +241,8 @@ class SharedMixture:
 
 
 class MixtureBeside:
-    """A mixture in parallel with a dense network, each with its own norms (Gemma 4). The input is the stream, not
-    normed."""
+    """A mixture in parallel with a dense network, each with its own norms (Gemma 4). The input is the stream without a
+    norm."""
 
     def __init__(
         self,
@@ -251,8 +251,8 @@ class MixtureBeside:
         before: tuple[Norm, Norm, Norm],
         after: tuple[Norm, Norm],
     ) -> None:
-        """`before` holds the input norms of the dense network, the experts and the router. `after` holds the output
-        norms of the dense network and the experts."""
+        """`before`: Input norms of the dense network, the experts and the router. `after`: Output norms of the dense
+        network and the experts."""
         self._dense, self._experts, self._before, self._after = dense, experts, before, after
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ FeedForward = Dense | Mixture | SharedMixture | MixtureBeside
 
 
 class TokenInput:
-    """The addition of per-layer token embeddings to the stream (Gemma 4)."""
+    """Adds per-layer token embeddings to the stream (Gemma 4)."""
 
     def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: Norm) -> None:
         self.gate, self._activation, self.out, self.norm = gate, activation, out, norm
@@ -280,10 +280,10 @@ class TokenInput:
 
 
 class Layer:
-    """One pre-norm decoder layer: `out` after attention, then `mlp`, add to the stream.
+    """A pre-norm decoder layer. First attention followed by `out`, and then `mlp`, add their results to the stream.
 
-    With `post` norms, both outputs are normed before they are added (Gemma 2 and 3). Either half may be missing
-    (Mamba-2, Nemotron-H). A layer without `attn_norm` takes the stream as attention's input, unless `entry` is given.
+    With `post` norms, both results are normed before they are added (Gemma 2 and 3). Either half may be missing
+    (Mamba-2, Nemotron-H). Without `attn_norm`, the input of attention is the stream itself, unless `entry` is given.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class Layer:
         token_input: TokenInput | None = None,
         scale: Tensor | None = None,
     ) -> None:
-        """`mlp_norm` is None if `mlp` norms its own input. `scale` [1] multiplies the layer's output."""
+        """`mlp_norm`: None if `mlp` norms its own input. `scale`: Factor for the layer's output, [1]."""
         self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
         self.out: Addend | None = out
         self.mlp: FeedForward | Summed | None = mlp
@@ -319,10 +319,10 @@ class Layer:
         Args:
             x: The stream.
             layer: Index of the layer.
-            rope: Rotary factors; None if the layer encodes no positions.
+            rope: Rotary factors. None if the layer encodes no positions.
             view: The pass's view of the cache.
             entry: Input of attention, if it is not the normed stream.
-            given: The layer's token embeddings, see `TokenInput`.
+            given: The layer's token embeddings (see `TokenInput`), or None.
         """
         first, second = self.post or (None, None)
         if self.attention and self.out:
@@ -336,7 +336,7 @@ class Layer:
         return x if self.scale is None else x * self.scale
 
     def _parts(self) -> tuple[Norm, Mixer, Addend, FeedForward | Summed]:
-        """Return the input norm, the mixer, its output projection and the MLP. The layer must have all of them."""
+        """Return the input norm, the mixer, its output projection and the MLP. The layer must have all four."""
         assert self.attn_norm
         assert self.attention
         assert self.out
@@ -353,7 +353,7 @@ class Layer:
 
 class ParallelLayer(Layer):
     """A decoder layer whose attention and MLP both read the stream that enters it (GPT-J, Wang and Komatsuzaki 2021).
-    They share one norm, unless there is an `mlp_norm`."""
+    Both share one norm, unless there is an `mlp_norm`."""
 
     def __call__(
         self,

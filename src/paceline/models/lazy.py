@@ -15,13 +15,13 @@ from paceline.kernels.stored import FLOATS, Stored
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name. Each access reads the tensor, including dequantisation or merging.
+    """Tensors by name. Each access reads a tensor from its file, and dequantises or merges it if necessary.
 
-    Unlike `Mapping`, this class tests membership without reading a tensor.
+    Unlike in `Mapping`, testing membership does not read the tensor.
     """
 
     _names: Mapping[str, object]
-    """All names, in order."""
+    """The names of all tensors, in order."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -33,15 +33,15 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def codes(self, name: str) -> Codes | None:
-        """Return the quantisation codes of a matrix; None for floats and for tensors that are computed when read."""
+        """Return the quantisation codes of a matrix, or None for floats and for tensors that are computed on access."""
         return None
 
     def stored(self, name: str) -> Stored | None:
-        """Return a matrix in the type and memory of the file; None for tensors that are computed when read."""
+        """Return a matrix in the type and the memory of the file, or None for tensors that are computed on access."""
         return None
 
     def kind(self, name: str) -> str:
-        """Return the name of the type in which a tensor is stored."""
+        """Return the name of a tensor's storage type."""
         return str(self[name].dtype)
 
     def mostly_codes(self) -> bool:
@@ -49,22 +49,22 @@ class LazyTensors(Mapping[str, Tensor]):
         return False
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape. Subclasses whose tensors are costly to read override this."""
+        """Return a tensor's shape. Subclasses override this if reading a tensor is slow."""
         return tuple(self[name].shape)
 
 
 def codes_of(tensors: Mapping[str, Tensor], name: str) -> Codes | None:
-    """Return `LazyTensors.codes`; None for tensors in memory."""
+    """Return `LazyTensors.codes`, or None for tensors in memory."""
     return tensors.codes(name) if isinstance(tensors, LazyTensors) else None
 
 
 def stored_of(tensors: Mapping[str, Tensor], name: str) -> Stored | None:
-    """Return `LazyTensors.stored`; None for tensors in memory."""
+    """Return `LazyTensors.stored`, or None for tensors in memory."""
     return tensors.stored(name) if isinstance(tensors, LazyTensors) else None
 
 
 def mostly_codes(tensors: Mapping[str, Tensor]) -> bool:
-    """Return `LazyTensors.mostly_codes`; False for tensors in memory."""
+    """Return `LazyTensors.mostly_codes`, or False for tensors in memory."""
     return isinstance(tensors, LazyTensors) and tensors.mostly_codes()
 
 
@@ -74,7 +74,7 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
 
 
 def kind_of(tensors: Mapping[str, Tensor], name: str) -> str:
-    """Return `LazyTensors.kind`; for tensors in memory, their dtype."""
+    """Return `LazyTensors.kind`, or the dtype for tensors in memory."""
     return tensors.kind(name) if isinstance(tensors, LazyTensors) else str(tensors[name].dtype)
 
 
@@ -82,7 +82,7 @@ class Renamed(LazyTensors):
     """Tensors under other names, or a subset of them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
-        """`names` maps each name in this object to a name in `tensors`; None keeps all names."""
+        """`names`: Name in this object -> name in `tensors`. None keeps all names."""
         self._tensors = tensors
         self._names: Mapping[str, str] = {name: name for name in tensors} if names is None else names
 
@@ -110,11 +110,11 @@ _SENSES = (
     *("vision_model.", "multi_modal_projector.", "model.vision_model.", "model.connector.", "visual."),
     *("vision_tower.", "model.multi_modal_projector."),
 )
-"""Prefixes of tensors that process images and audio."""
+"""Name prefixes of tensors that process images and audio."""
 
 
 def renamed(name: str, parts: Mapping[str, str]) -> str:
-    """Replace each part of a name, at its first occurrence, one part after the other."""
+    """Replace parts of a name, one part after the other. Each part is replaced at its first occurrence."""
     for old, new in parts.items():
         name = name.replace(old, new, 1)
     return name
@@ -124,11 +124,12 @@ class LanguageTensors(LazyTensors):
     """The language model's tensors of a checkpoint that may be multimodal (Qwen3.5).
 
     The names are the same as in a text-only checkpoint. If the file stacks all experts of a layer in one tensor, each
-    expert becomes a tensor of its own.
+    expert becomes a separate tensor.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str], turned: bool = False) -> None:
-        """`names` replaces parts of names, see `renamed`. `turned` is True if stacks are [experts, in, out]."""
+        """`names`: Parts of names to replace (see `renamed`). `turned`: True if stacks have the shape [experts, in,
+        out]."""
         self._tensors, self._turned = tensors, turned
         self._names = self._sources = dict[str, tuple[str, int, slice]]()
         for source in tensors:
@@ -172,10 +173,10 @@ class LanguageTensors(LazyTensors):
 
 
 class Outlines(Renamed):
-    """The tensors of a checkpoint as shapes without values: matrices on the meta device, vectors of zeros.
+    """The tensors of a checkpoint as shapes without values: matrices on the meta device, and vectors of zeros.
 
-    Models compute with vectors while they are built, and arithmetic on the meta device imports torch's compiler, which
-    takes over a second.
+    Vectors need values, because models compute with vectors while they are built. On the meta device, such computation
+    would import torch's compiler, which takes over a second.
     """
 
     def __getitem__(self, name: str) -> Tensor:
@@ -184,11 +185,11 @@ class Outlines(Renamed):
 
 
 class Quantised(Renamed):
-    """Tensors whose matrices are quantised on loading, to `bits` bits, unless the file already stores codes.
+    """Tensors whose matrices are quantised to `bits` bits on loading, unless the file already stores codes.
 
-    With `requantise`, which draft models use because no text depends on their precision, codes of more than `bits` bits
-    and the output head are also quantised to `bits`. The settings belong to the tensors, so that all modules built from
-    them (`models.weights.Weights`) apply them.
+    With `requantise`, codes that have more than `bits` bits and the output head are quantised to `bits` bits too. Draft
+    models use this, because no text depends on their precision. The settings belong to the tensors, so all modules that
+    are built from them (`models.weights.Weights`) apply the settings.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode, requantise: bool = False) -> None:
@@ -196,7 +197,7 @@ class Quantised(Renamed):
         self.bits, self.requantise = {"int8": 8, "int4": 4}[mode], requantise
 
     def over(self, tensors: Mapping[str, Tensor]) -> Quantised:
-        """Return other tensors with the same names, such as parts of these tensors, with the same settings."""
+        """Return other tensors that have the same names (such as parts of these tensors), with the same settings."""
         part = copy(self)
         part._tensors = tensors
         return part

@@ -25,8 +25,8 @@ from paceline.protocols import RecurrentPass
 
 
 class Selective(MatrixState):
-    """Mamba-2's state. B is the key and C is the query. The change is the value times the row's time step, which is
-    passed as the gate. The value times `skip` [heads] is added to the output directly."""
+    """Mamba-2's state. B is the key, and C is the query. The change is the value times the row's time step, which is
+    passed as the gate. The value times `skip` [heads] is added directly to the output."""
 
     def __init__(self, config: Mamba2Config, convolution: Convolution, skip: Tensor) -> None:
         super().__init__(config, convolution)
@@ -55,7 +55,8 @@ class Selective(MatrixState):
 
 
 class GroupNorm:
-    """RMS norm of each group of channels separately. With `first` it is applied before the gate, otherwise after it."""
+    """An RMS norm of each group of channels. If `first` is True, it is applied before the gate, and otherwise after the
+    gate."""
 
     def __init__(self, weight: Tensor, groups: int, eps: float, first: bool) -> None:
         """`weight` is [channels]."""
@@ -85,10 +86,10 @@ class Mamba2(RecurrentMixer):
 
         Args:
             config: Sizes.
-            product: Product for the output gate, the convolution's entries and the time steps.
+            product: The product that computes the output gate, the inputs of the convolution and the time steps.
             state: The state.
-            steps: The decay's negative rate A and the bias of the time step, both [heads].
-            norm: Norm of the output, if there is one.
+            steps: The negative rate A of the decay, and the bias of the time step, both [heads].
+            norm: Norm of the output, or None.
         """
         self.config, self._product, self.recurrence, self._norm = config, product, state, norm
         self._rate, self._bias = steps
@@ -98,7 +99,8 @@ class Mamba2(RecurrentMixer):
         c, wide = self.config, self._rate.dtype
         values = c.heads * c.value_dim
         gate, entries, step = self._product.precise(x).to(wide).split([values, c.channels, c.heads], -1)
-        # Computed in float64 because torch's float32 function differs in the last elements of a tensor (see `sigmoid`).
+        # Compute this in float64, because in float32 torch uses another function for the last elements of a tensor (see
+        # `sigmoid`).
         step = F.softplus((step + self._bias).double())
         out = view.recur(layer, (entries, (self._rate * step).to(wide), step.to(wide))).flatten(2)
         gate = gate * sigmoid(gate)
@@ -136,7 +138,7 @@ class SplitProduct(Addend):
 
 
 def make_state(c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: str) -> tuple[RecurrentMixer, str, int]:
-    """Build the mixer of a layer with a state. Returns it, with the name and the input width of its output
+    """Build the mixer of a layer with a state. Return the mixer, and the name and the input width of its output
     projection."""
     if not isinstance(kind, Mamba2Config):
         return make_recurrent(c, kind, weights, prefix)

@@ -1,4 +1,4 @@
-"""Medusa heads: a few residual blocks per head, on one hidden state of the target (arXiv 2401.10774)."""
+"""Medusa heads: a few residual blocks per head, applied to one hidden state of the target (arXiv 2401.10774)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class MedusaHeads:
             target: The target, for its dtype and device, and its output head if the heads share it.
 
         Raises:
-            CorruptModel: A tensor is missing, unknown or has the wrong shape, or the heads do not fit the target.
-            UnsupportedModel: The target does not implement `EmbeddingAndHead`.
+            CorruptModel: If a tensor is missing, unknown or has the wrong shape, or the heads do not fit the target.
+            UnsupportedModel: If the target does not implement `EmbeddingAndHead`.
         """
         if not isinstance(target, EmbeddingAndHead):
             raise UnsupportedModel(
@@ -47,23 +47,24 @@ class MedusaHeads:
         self._vocab = target.vocab_size
         self._blocks = [_block(config, weights, layer) for layer in range(config.layers)]
         self._ids: Tensor | None = None
-        """The target's token id of each of the heads' columns; None if column t is token t in all heads."""
+        """The target's token id for each column of the heads. None if column t is token t in all heads."""
         self._outs: list[Callable[[Tensor], Tensor]] = [target.logits]
-        """Functions from states to logits: one for all heads, or one per head."""
+        """Functions that map states to logits: a single one for all heads, or one per head."""
         if not config.shared:
             self._own(config, tensors, weights)
         weights.skip(MAP)
         weights.finish()
 
     def _own(self, config: MedusaConfig, tensors: Mapping[str, Tensor], weights: Weights) -> None:
-        """Load the heads' own output heads, without columns outside the target's vocabulary."""
+        """Load the output heads that belong to the Medusa heads, without columns outside the target's vocabulary."""
         names = [f"lm_heads.{head}.weight" for head in range(config.heads)]
-        # vLLM's `original_lm_head` is one output head for all Medusa heads.
+        # vLLM's `original_lm_head` is a single output head for all Medusa heads.
         names = names if names[-1] in weights else names[:1]
         rows = len(tensors[names[0]]) if names[0] in weights else config.vocab_size
         every = torch.arange(self._vocab)
         ids = _map(tensors[MAP], rows, self._vocab) if MAP in weights else every[:rows]
-        # vLLM's files may hold all rows, and the map selects some of them. Without a map, the last rows may be padding.
+        # vLLM's files may contain all rows. The map then selects some of them. Without a map, the last rows may be
+        # padding.
         chosen = slice(rows) if len(ids) == rows else ids
         found = [weights.head(name, (rows, config.hidden))[chosen] for name in names]
         self._outs = [linear(weight).precise for weight in found]
@@ -71,16 +72,16 @@ class MedusaHeads:
             self._ids = ids.to(weights.device)
 
     def states(self, x: Tensor, heads: int) -> Tensor:
-        """Return the states [heads, R, H] of the first `heads` heads, from the target's "final" states x [R, H]."""
+        """Return the states [heads, R, H] of the first `heads` heads, given the target's "final" states x [R, H]."""
         x = x.expand(heads, -1, -1)
         for weight, bias in self._blocks:
             x = x + F.silu(torch.baddbmm(bias[:heads], x, weight[:heads].mT))
         return x
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits [heads, R, V] from states [heads, R, H], in float32 (float64 for a float64 target).
+        """Return the logits [heads, R, V] for states [heads, R, H], in float32 (float64 for a float64 target).
 
-        Tokens that the heads cannot draft have -inf.
+        The logit is -inf for tokens that the heads cannot draft.
         """
         if len(self._outs) == 1:
             logits = self._outs[0](states)
@@ -92,7 +93,7 @@ class MedusaHeads:
 
 
 def _block(config: MedusaConfig, weights: Weights, layer: int) -> tuple[Tensor, Tensor]:
-    """Load one layer of all heads: weights [heads, H, H] and biases [heads, 1, H]. vLLM's blocks may lack biases."""
+    """Load one layer of all heads: weights [heads, H, H] and biases [heads, 1, H]. vLLM's blocks may have no biases."""
     names = [f"blocks.{head}.layers.{layer}" for head in range(config.heads)]
     weight = torch.stack([weights.get(name + ".weight", (config.hidden,) * 2) for name in names])
     none = weight.new_zeros(config.hidden)
@@ -101,7 +102,7 @@ def _block(config: MedusaConfig, weights: Weights, layer: int) -> tuple[Tensor, 
 
 
 def _map(ids: Tensor, rows: int, vocab: int) -> Tensor:
-    """Check a token map against the heads' rows and the target's vocabulary."""
+    """Check that a token map fits the rows of the heads and the target's vocabulary."""
     fits = ids.ndim == 1 and len(ids) <= rows and 0 <= int(ids.min()) <= int(ids.max()) < vocab
     if not fits or (len(ids) < rows <= int(ids.max())):
         raise CorruptModel(

@@ -1,4 +1,5 @@
-"""Calls on rank 0 that all ranks repeat, so that engine, drafters and server need not know about other ranks."""
+"""Calls on rank 0 that all other ranks repeat. The engine, the drafters and the server need not know about other
+ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def together(method: MethodT) -> MethodT:
-    """Decorate a method in which the ranks exchange results: all ranks call it at once. If it fails, the group ends."""
+    """Decorate a method that exchanges results between ranks. All ranks call it at the same time. If it fails, the
+    group ends."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:
@@ -45,8 +47,8 @@ def together(method: MethodT) -> MethodT:
 
 
 def repeated(method: MethodT) -> MethodT:
-    """Decorate a method in which the ranks do not exchange results. After it has succeeded on rank 0, the other ranks
-    call it before their next pass."""
+    """Decorate a method that exchanges no results between ranks. After it has succeeded on rank 0, the other ranks call
+    it before their next pass."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:
@@ -62,20 +64,22 @@ def _run(owner: Mirrored, method: Callable[..., Any], args: Any, options: Any) -
 
 
 class Mirror:
-    """Messages from rank 0 to the other ranks: the calls since the last message, and the call that all ranks run now.
+    """Sends messages from rank 0 to the other ranks. A message contains the calls since the last message, and the call
+    that all ranks run now.
 
-    An object that a `repeated` method returns has the same number on all ranks, until rank 0 no longer holds it.
-    Messages are pickled: the ranks trust each other, as with torch.distributed.
+    An object that a `repeated` method returns has the same number on all ranks, as long as rank 0 holds it. Messages
+    are pickled, because the ranks trust each other, as with torch.distributed.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.lock = ranks, RLock()
         self.outermost = ranks.rank == 0
-        """True if a call must be repeated on the other ranks: on rank 0, outside of any other such call."""
+        """True if a call must be repeated on the other ranks. This is the case on rank 0, outside of any other such
+        call."""
         self._objects: dict[int, Any] = {}
-        """Objects by number, on the other ranks."""
+        """On the other ranks: number -> object."""
         self._numbers: dict[int, int] = {}
-        """Numbers by `id` of the object, on rank 0."""
+        """On rank 0: `id` of an object -> its number."""
         self._next = itertools.count()
         self._waiting: deque[bytes] = deque()
         self._ended: str | None = None
@@ -83,7 +87,7 @@ class Mirror:
             atexit.register(self.end)
 
     def hold(self, it: Mirrored) -> int:
-        """Return the number of an object; a new object gets the next number. On every rank the first number is 0."""
+        """Return the number of an object. A new object gets the next number. The first number is 0 on every rank."""
         if id(it) in self._numbers:
             return self._numbers[id(it)]
         number = next(self._next)
@@ -116,9 +120,9 @@ class Mirror:
             result = method(owner, *args, **options)
             number = self.hold(result) if isinstance(result, Mirrored) else None
             self._waiting.append(self._packed((owner, method.__name__, args, options, number)))
-        except PacelineError:  # raised before any state changed, so that the other ranks need not repeat it
+        except PacelineError:  # raised before any state changed, so the other ranks need not repeat it
             raise
-        except BaseException as error:  # the state may be half changed, and other ranks cannot repeat that
+        except BaseException as error:  # the state may have changed partly, which other ranks cannot repeat
             self._break(error)
             raise
         finally:
@@ -130,14 +134,14 @@ class Mirror:
         self.ranks.leave()
 
     def follow(self) -> None:
-        """Repeat the calls of rank 0 until it ends, then end this process. Does nothing on rank 0.
+        """Repeat the calls of rank 0 until rank 0 ends, and then end this process. On rank 0, this does nothing.
 
-        Call it in the main thread. SIGINT and SIGTERM are ignored here, because rank 0 handles them: it may still have
-        replies to finish.
+        Call it in the main thread. This process ignores SIGINT and SIGTERM, because rank 0 handles them and may still
+        have replies to finish.
 
         Raises:
-            SystemExit: Rank 0 has ended.
-            RankLost: The connection to another rank was lost.
+            SystemExit: If rank 0 has ended.
+            RankLost: If the connection to another rank was lost.
         """
         if self.outermost:
             return
@@ -166,7 +170,7 @@ class Mirror:
         with self.lock:
             if not self._ended:
                 self._ended = "rank 0 has left"
-                with suppress(RankLost):  # a lost rank has reported its own error
+                with suppress(RankLost):  # a lost rank has already reported its error
                     self.ranks.send(pickle.dumps([]))
                 self.ranks.leave()
 

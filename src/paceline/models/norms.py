@@ -16,7 +16,8 @@ class RMSNorm:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        """`weight` has the dtype of x or a wider one. With a wider dtype the result is rounded only once (Gemma)."""
+        """`weight`: Weight in the dtype of x or a wider dtype. With a wider dtype, the result is rounded only once
+        (Gemma)."""
         self.weight, self.eps = weight, eps
         self._doubled = F.pad(weight, (0, len(weight)))
         self._native: NativeNorm | None = None
@@ -27,7 +28,8 @@ class RMSNorm:
             return self._native(x)
         if x.device.type != "cpu":
             return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
-        # On the CPU rms_norm takes eight kernels and layer_norm takes one. [x, -x] has mean 0 and variance mean(x^2).
+        # On a CPU, rms_norm takes eight kernels, but layer_norm takes only one. [x, -x] has mean 0 and variance
+        # mean(x^2).
         doubled = torch.cat([x, -x], -1)
         return F.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)[..., : x.shape[-1]]
 
@@ -46,43 +48,43 @@ Norm = RMSNorm | LayerNorm
 
 
 class HeadNorm:
-    """RMS norm of each query head and key head separately (Qwen3, Gemma 3). Each head is normed, then multiplied by its
-    weight."""
+    """A separate RMS norm of each query head and key head (Qwen3, Gemma 3). Each head is normed, and then multiplied by
+    its weight."""
 
     def __init__(self, q: Tensor, k: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-        """`q` [D] is the weight of all query heads, `k` [D] the weight of all key heads."""
+        """`q` [D] is the weight for all query heads, and `k` [D] is the weight for all key heads."""
         self.weight = q.new_empty(heads + kv_heads, len(q))
         self.weight[:heads], self.weight[heads:] = q, k
         self._norm = RMSNorm(torch.ones_like(q), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x [B, T, n, D], which holds queries and keys, or only keys."""
+        """Norm x [B, T, n, D], which contains queries and keys, or only keys."""
         return (self._norm(x) * self.weight[-x.shape[2] :]).to(x.dtype)
 
 
 class WideNorm:
-    """QK-norm across heads: one RMS norm over all query heads, one over all key heads (OLMo 2)."""
+    """QK-norm across heads: one RMS norm over all query heads, and one over all key heads (OLMo 2)."""
 
     def __init__(self, q: Tensor, k: Tensor, kv_heads: int, eps: float) -> None:
         """`q` [heads * D] and `k` [kv_heads * D] are the weights."""
         self._q, self._k, self._kv_heads = RMSNorm(q, eps), RMSNorm(k, eps), kv_heads
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x [B, T, n, D], which holds queries and keys, or only keys."""
+        """Norm x [B, T, n, D], which contains queries and keys, or only keys."""
         q, k = x[:, :, : -self._kv_heads], x[:, :, -self._kv_heads :]
         keys = self._k(k.flatten(2)).view_as(k)
         return torch.cat([self._q(q.flatten(2)).view_as(q), keys], 2) if q.shape[2] else keys
 
 
 class HeadLayerNorm:
-    """Layer norm of each query head and key head separately (Command R+, StableLM, Phi)."""
+    """A separate layer norm of each query head and key head (Command R+, StableLM, Phi)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
         """`weight` and `bias` [heads + kv_heads, D] have one row per head, in float32 or wider."""
         self._weight, self._bias, self._eps = weight, bias, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x [B, T, n, D], which holds queries and keys, or only keys."""
+        """Norm x [B, T, n, D], which contains queries and keys, or only keys."""
         n, size = x.shape[2:]
         y = F.layer_norm(x.to(self._weight.dtype), (size,), eps=self._eps) * self._weight[-n:]
         return (y if self._bias is None else y + self._bias[-n:]).to(x.dtype)
@@ -92,7 +94,7 @@ HeadNorms = HeadNorm | WideNorm | HeadLayerNorm
 
 
 def make_norm(c: ModelConfig, weights: Weights, name: str, size: int) -> Norm:
-    """Build a norm over `size` elements, from `name`.weight and, for a layer norm that has one, `name`.bias."""
+    """Build a norm over `size` elements from `name`.weight, and from `name`.bias if it is a layer norm with a bias."""
     if c.norms.kind == "rms":
         return RMSNorm(norm_weight(c, weights, name, size), c.norms.eps)
     bias = weights.get(name + ".bias", (size,)) if name + ".bias" in weights else None
@@ -103,7 +105,7 @@ def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tenso
     """Return the weight [size] of a norm, plus the family's offset."""
     if not c.norms.offset:
         return weights.get(name + ".weight", (size,))
-    # Adding the offset in bfloat16 would round away most of a weight that is stored as its distance from 1.
+    # If a weight is stored minus 1, adding the offset in bfloat16 would round most of the weight away.
     return weights.get(name + ".weight", (size,), weights.precise) + c.norms.offset
 
 
@@ -114,7 +116,8 @@ def make_head_norms(
     order: Tensor | None = None,
     names: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> HeadNorms | None:
-    """Build the norms of query and key heads; None if there are none. `order` rearranges the elements of each head."""
+    """Build the norms of query and key heads. Return None if there are none. `order`: The order of the elements of each
+    head."""
     if not c.norms.heads:
         return None
     if c.norms.kind == "layer":

@@ -20,22 +20,22 @@ def output_head(
 ) -> tuple[Subset | None, Activation]:
     """Build the output head of a learned drafter.
 
-    It is the drafter's own `lm_head` over `count` tokens, listed by `d2t`, or the target's head: the whole head, or its
-    rows of these tokens.
+    It is the drafter's own `lm_head` for `count` tokens, which `d2t` lists. If the drafter has none, it is the target's
+    head: the whole head, or its rows for these tokens.
 
     Args:
         weights: The drafter's tensors.
         host: The target.
         count: Number of tokens that the drafter scores.
         hidden: Size of the drafter's states.
-        kept: Token ids, ascending, to which a head over the whole vocabulary is reduced; None for all.
+        kept: The token ids that a head for the whole vocabulary keeps, in ascending order. None for all tokens.
 
     Returns:
-        The token ids that the head scores (None for all, in order), and a function from states [..., hidden] to logits
-        in float32 or wider.
+        The token ids that the head scores (None for all tokens in order), and a function that maps states [..., hidden]
+        to logits in float32 or wider.
 
     Raises:
-        CorruptModel: The tokens are not in the target's vocabulary, or the target's head has another width.
+        CorruptModel: If the tokens are not in the target's vocabulary, or the target's head has another width.
     """
     weights.skip("t2d")
     if "d2t" in weights or count < host.vocab_size:
@@ -50,7 +50,7 @@ def output_head(
             f"the head maps two rows to one token, or a row to an id beyond the {host.vocab_size} of the target",
             "Use a head that was trained for this target",
         )
-    # In ascending order, so that ties go to the lowest id. Without a map, rows beyond the vocabulary are padding.
+    # Sort the ids, so that a tie goes to the lowest id. Without a map, rows beyond the vocabulary are padding.
     order = ids.argsort()[: host.vocab_size] if kept is None else kept
     ids = ids[order]
     subset = None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size)
@@ -62,10 +62,11 @@ def output_head(
 
 
 def _rows(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:
-    """Return the rows of the target's head for these tokens."""
+    """Return the rows of the target's output head for these tokens."""
     head = host.head()
     if head.shape[1] != hidden:
         raise CorruptModel(
-            f"the head is {hidden} wide, its target {head.shape[1]}, and it has no {_HEAD}", "Fetch the head again"
+            f"the head has no {_HEAD}, and its width {hidden} is not its target's, {head.shape[1]}",
+            "Fetch the head again",
         )
     return head[ids.to(head.device)]

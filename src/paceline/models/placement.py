@@ -1,4 +1,4 @@
-"""Placement of a model's layers on several devices."""
+"""The placement of a model's layers on several devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.errors import InvalidOption, OutOfMemory, install_line
 from paceline.models.lazy import shape_of
 
 DeviceMap = str | Mapping[str, int | None]
-"""Device -> number of layers, in the order of the layers; None for all remaining layers. "auto" fills the GPUs first
-and then the CPU. As a string: "cuda:0=20,cuda:1=10,cpu"."""
+"""Device -> number of layers, in the order of the layers. None stands for all remaining layers. "auto" fills the GPUs
+first, and then the CPU. A map may also be a string, such as "cuda:0=20,cuda:1=10,cpu"."""
 
 Devices = tuple[torch.device, ...]
 """The device of each layer. The device of the first layer also holds the embedding, the final norm and the output
@@ -28,10 +28,10 @@ def parse_map(given: DeviceMap) -> dict[str, int | None]:
     """Parse a device map.
 
     Returns:
-        The number of layers of each device (None for all remaining layers); {} for "auto".
+        The number of layers of each device (None for all remaining layers). Empty for "auto".
 
     Raises:
-        InvalidOption: The map is malformed.
+        InvalidOption: If the map is malformed.
     """
     if isinstance(given, Mapping):
         pairs = list(given.items())
@@ -62,7 +62,7 @@ def _number(text: str, given: DeviceMap) -> int:
 
 
 def place(given: Mapping[str, int | None], layers: int) -> Devices:
-    """Return the device of each layer. Raises `InvalidOption` unless the map's numbers add up to `layers`."""
+    """Return the device of each layer. Raise `InvalidOption` unless the map's numbers add up to `layers`."""
     known = sum(number or 0 for number in given.values())
     rest = layers - known if None in given.values() else 0
     if known + rest != layers or (None in given.values() and rest < 1):
@@ -75,15 +75,15 @@ def plan(sizes: Sequence[int], others: int, memory: Mapping[str, int]) -> Device
     """Fill the devices with layers, in order.
 
     Args:
-        sizes: Bytes of each layer.
-        others: Bytes of all other weights, which go to the device of the first layer.
-        memory: Free bytes of each device.
+        sizes: Size of each layer, in bytes.
+        others: Size of all other weights, in bytes. They go to the device of the first layer.
+        memory: Free memory of each device, in bytes.
 
     Returns:
         The device of each layer.
 
     Raises:
-        OutOfMemory: The layers do not fit.
+        OutOfMemory: If the layers do not fit.
     """
     found: list[str] = []
     for name, free in memory.items():
@@ -101,7 +101,7 @@ def plan(sizes: Sequence[int], others: int, memory: Mapping[str, int]) -> Device
 
 
 def sizes(tensors: Mapping[str, Tensor], layers: int, matrix: float, vector: int) -> tuple[list[int], int]:
-    """Return the bytes of each layer and of all other weights, given the bytes per element of matrices and of
+    """Return the size of each layer and of all other weights, in bytes, given the bytes per element of matrices and of
     vectors."""
     of_layers, others = [0.0] * layers, 0.0
     for name in tensors:
@@ -115,10 +115,10 @@ def sizes(tensors: Mapping[str, Tensor], layers: int, matrix: float, vector: int
 
 
 def free_memory() -> dict[str, int]:
-    """Return the free bytes of each GPU and then of the CPU, as accelerate reports them.
+    """Return the free memory of each GPU, and then of the CPU, in bytes, as accelerate reports it.
 
     Raises:
-        InvalidOption: accelerate is not installed.
+        InvalidOption: If accelerate is not installed.
     """
     if not find_spec("accelerate"):
         raise InvalidOption('device_map="auto" needs accelerate', f"Install it: {install_line('devices')}")

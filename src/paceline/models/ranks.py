@@ -1,6 +1,7 @@
-"""The processes that share one model by tensor parallelism (Megatron-LM, arXiv 1909.08053), over torch.distributed.
+"""The processes that share a model by tensor parallelism (Megatron-LM, arXiv 1909.08053), connected by
+torch.distributed.
 
-Every rank adds partial results in the order of the ranks. All ranks therefore get the same bits, in every pass and run.
+Every rank adds partial results in the order of the ranks. So all ranks get the same bits, in every pass and every run.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from paceline.errors import InvalidOption, RankLost
 from paceline.kernels.cpu.build import kernel, library
 
 _HEAD = 4096
-"""Bytes of the first part of a message, which begins with the length. Nearly all messages fit into it."""
+"""Size, in bytes, of the first part of a message, which begins with the message's length. Nearly all messages fit into
+this part."""
 _IDLE = timedelta(days=3650)
-"""Timeout for the next message. It is very long because a server may be idle."""
+"""Timeout for the next message. It is very long, because a server may be idle."""
 _PASS = timedelta(minutes=10)
-"""Timeout for the other ranks within a pass."""
+"""Timeout for waiting for the other ranks within a pass."""
 
 
 class Exchange(Structure):
@@ -39,11 +41,11 @@ class Exchange(Structure):
 
 
 class Ranks:
-    """The processes of a group. Rank 0 drafts, accepts and answers requests; the others compute their part of each
+    """The processes of a group. Rank 0 drafts, accepts and answers requests. The other ranks compute their part of each
     pass."""
 
     def __init__(self) -> None:
-        """Join the processes that torchrun started. Raises `InvalidOption` if torchrun did not start this process."""
+        """Join the processes that torchrun started. Raise `InvalidOption` if torchrun did not start this process."""
         if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
             raise InvalidOption(
                 "tensor parallelism needs at least 2 processes",
@@ -56,11 +58,11 @@ class Ranks:
             self._messages: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_IDLE)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.exchange: Exchange | None = None
-        """Memory that all ranks share; None unless all ranks are on one machine."""
+        """Memory that all ranks share. None unless all ranks are on one machine."""
         atexit.register(self.leave)
 
     def device(self, given: torch.device) -> torch.device:
-        """Return this rank's device of the given type. Each rank uses the GPU with its local rank as index."""
+        """Return this rank's device of the given type. Each rank uses the GPU whose index is its local rank."""
         if given.type != "cuda":
             return given
         own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.rank)))
@@ -69,8 +71,8 @@ class Ranks:
 
     @contextmanager
     def ended_by_failure(self) -> Iterator[None]:
-        """Run work that all ranks do. If it fails on this rank, the group ends, so that the others do not wait for
-        it."""
+        """Run work that all ranks do. If it fails on this rank, end the group, so that the other ranks do not wait for
+        this rank."""
         try:
             yield
         except BaseException:
@@ -78,16 +80,16 @@ class Ranks:
             raise
 
     def leave(self) -> None:
-        """End the group. Other ranks that wait in a sum or for a message get an error."""
+        """End the group. Other ranks that are waiting in a sum or for a message get an error."""
         if self.exchange:
             kernel("paceline_leave", c_void_p)(addressof(self.exchange))
-        self._messages = None  # a group's connections stay open while anything references it
+        self._messages = None  # the connections of a group stay open as long as anything refers to it
         if dist.is_initialized():
             dist.destroy_process_group()
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Run work on rank 0 first and then on the other ranks."""
+        """Run work on rank 0 first, and then on the other ranks."""
         if self.rank:
             self._wait()
         with self.ended_by_failure():
@@ -112,8 +114,8 @@ class Ranks:
             )
 
     def share_memory(self) -> None:
-        """Sum through shared memory, which takes microseconds, if all ranks are on one Linux machine with the CPU
-        kernels."""
+        """Use shared memory for sums, which then take microseconds. This happens only if all ranks are on one Linux
+        machine, with the CPU kernels."""
         together = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
         if not together or self.exchange or library() is None or sys.platform != "linux":
             return
@@ -135,7 +137,7 @@ class Ranks:
             os.unlink(path)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, added in the order of the ranks. float16 and bfloat16 are added in
+        """Return the sum of x over all ranks, added in the order of the ranks. float16 and bfloat16 values are added in
         float32."""
         if self.exchange and x.device.type == "cpu" and x.dtype != torch.float64:
             sums = x.to(torch.float32, copy=True).contiguous()
@@ -153,8 +155,8 @@ class Ranks:
         return total.to(x.dtype)
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Concatenate the ranks' x [..., sizes[rank]] along the last dimension, on rank 0. The other ranks get
-        zeros."""
+        """Concatenate x [..., sizes[rank]] of all ranks along the last dimension. Only rank 0 gets the result, and the
+        other ranks get zeros."""
         widest = max(sizes)
         own = F.pad(x, (0, widest - x.shape[-1])).contiguous()
         parts = [torch.empty_like(own) for _ in sizes] if self.rank == 0 else None
@@ -187,7 +189,7 @@ class Ranks:
 
 @contextmanager
 def _lost_named() -> Iterator[None]:
-    """Turn errors of torch.distributed into `RankLost`, with the reason."""
+    """Convert errors of torch.distributed to `RankLost`, with the reason."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -195,7 +197,7 @@ def _lost_named() -> Iterator[None]:
 
 
 def lost(how: str) -> RankLost:
-    """Return the error for a group that another rank has left."""
+    """Return the error to raise when another rank has left the group."""
     return RankLost(f"another process of this model has ended or does not answer: {how}", "Start all of them again")
 
 
@@ -209,5 +211,5 @@ class Summed:
         return self._ranks.sum(self._part(x))
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x)."""
+        """Return residual + self(x)."""
         return residual + self(x)

@@ -1,4 +1,4 @@
-"""Errors for models that are not causal language models, judged by their configs."""
+"""Errors for models that are not causal language models, as their configs show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Raw = Mapping[str, Any]
 
 
 def refuse_other_heads(raw: Raw, where: str | Path = "config.json") -> None:
-    """Raise `UnsupportedModel` for a decoder with a head that classifies, embeds or scores.
+    """Raise `UnsupportedModel` for a decoder whose head classifies, embeds or scores texts.
 
     If the embedding is tied, only `architectures` distinguishes such a model from a language model.
 
@@ -34,11 +34,11 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json", native: Cont
     Args:
         raw: The model's config.
         where: Name of the config in error messages.
-        native: Recurrent model types that are supported, because Paceline can restore their states.
+        native: Types of recurrent models that are supported, because Paceline can restore their states.
 
     Raises:
-        UnsupportedModel: The model is multimodal, encoder-decoder or recurrent.
-        CorruptModel: The config has no model type.
+        UnsupportedModel: If the model is multimodal, encoder-decoder or recurrent.
+        CorruptModel: If the config has no model type.
     """
     check(where, raw, IDENTITY)
     if "model_type" not in raw:

@@ -14,21 +14,21 @@ from paceline.files.schema import CORRECT, NULL, OBJECT, ROPE, check, check_valu
 from paceline.models.config import RopeConfig
 
 Rope = tuple[Tensor, Tensor] | None
-"""Cosines and signed sines of a pass (see `Rotary`); None if positions are not encoded."""
+"""The cosines and signed sines of a pass (see `Rotary`), or None if positions are not encoded."""
 
 _TABLES = 16
-"""Maximum number of tables of factors. Rules that depend on the prompt length make one table per length."""
+"""Maximum number of tables of factors. Rules that depend on the prompt's length need one table per length."""
 
 
 class Rotary:
-    """Cosines and sines by position. The two halves of a head are rotated against each other, as in Hugging Face
-    models."""
+    """Computes cosines and sines by position. The two halves of a head are rotated against each other, as in Hugging
+    Face's models."""
 
     def __init__(self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Prepare the factors, in the given dtype.
 
         Angles are float32, as in the training of the published models. Powers, cosines and sines are computed in
-        float64 and rounded once, so that they are the same on processors whose math libraries differ in the last bit.
+        float64 and rounded once. They are therefore the same on machines whose math libraries differ in the last bit.
         """
         self.config, self._head_dim = config, head_dim
         self._empty = torch.empty(2, 0, 0, dtype=dtype, device=device)
@@ -38,7 +38,7 @@ class Rotary:
         """Return cosines and signed sines [B, T, 1, R], for R rotated dimensions.
 
         Args:
-            positions: Positions [B, T], or of each axis [3, B, T] (M-RoPE).
+            positions: Positions [B, T], or positions on each axis [3, B, T] (M-RoPE).
             highest: Upper bound of the positions.
             prompts: Prompt length of each of the B requests, for rules that depend on it.
         """
@@ -56,7 +56,8 @@ class Rotary:
         return cos, sin
 
     def table(self, span: int, highest: int) -> Tensor:
-        """Return factors [2, positions, R] that cover `highest`, scaled for texts of length `span` (see `span_of`)."""
+        """Return factors [2, positions, R] that cover position `highest`. They are scaled for texts of length `span`
+        (see `span_of`)."""
         table = self._tables.get(span, self._empty)
         if highest >= table.shape[1]:
             if span not in self._tables and len(self._tables) == _TABLES:
@@ -66,7 +67,7 @@ class Rotary:
 
     def _make(self, span: int, length: int) -> Tensor:
         positions = torch.arange(length, dtype=torch.float32)
-        if self.config.kind == "temperature":  # scales queries without rotating them
+        if self.config.kind == "temperature":  # this scales queries, but does not rotate them
             (_, floor), (_, scale) = self.config.scaling
             longer = 1 + scale * ((positions + 1) / floor).floor().double().log1p().float()
             return torch.stack([longer, torch.zeros(length)])[..., None].repeat(1, 1, self._head_dim).to(self._empty)
@@ -78,31 +79,31 @@ class Rotary:
 
 
 class RotarySet:
-    """The rotary embeddings of a model's layers, one `Rotary` for all layers that share a config."""
+    """The rotary embeddings of a model's layers. Layers with the same config share one `Rotary`."""
 
     def __init__(
         self, ropes: Sequence[tuple[RopeConfig | None, int]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`ropes` holds the rotary embedding and the head size of each layer. See `Rotary` for the other arguments."""
+        """`ropes`: The rotary embedding and the head size of each layer. `Rotary` describes the other arguments."""
         kinds = list(dict.fromkeys(ropes))
         self._rotaries = [Rotary(rope, head_dim, dtype, device) if rope else None for rope, head_dim in kinds]
         self.index = [kinds.index(rope) for rope in ropes]
-        """Index of each layer's factors in the result of a call."""
+        """For each layer, the index of its factors in the result of a call."""
 
     def __call__(self, positions: Tensor, highest: int, prompts: Sequence[int]) -> list[Rope]:
-        """Return the factors of each distinct embedding, None for layers without positions. See `Rotary`."""
+        """Return the factors of each distinct embedding (see `Rotary`), or None for the embedding of layers without
+        positions."""
         return [rotary(positions, highest, prompts) if rotary else None for rotary in self._rotaries]
 
     def spans(self, prompt: int) -> tuple[int, ...]:
-        """Return the spans of all embeddings for a prompt length. Keys can be shared between prompts with equal spans
-        only."""
+        """Return the spans of all embeddings for a prompt length. Only prompts with equal spans can share keys."""
         return tuple(span_of(rotary.config, prompt) for rotary in self._rotaries if rotary)
 
     def reserve(self, highest: int) -> int:
         """Extend the unscaled tables of factors to positions up to `highest`.
 
         Returns:
-            The total number of positions in all tables. It grows whenever a table is reallocated.
+            The total number of positions in all tables. It grows when a table is reallocated.
         """
         return sum(rotary.table(0, highest).shape[1] for rotary in self._rotaries if rotary)
 
@@ -110,7 +111,7 @@ class RotarySet:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply `Rotary`'s factors to the first R of the D elements of x [B, T, heads, D].
 
-    A roll by R / 2 with signed sines is equivalent to "rotate half".
+    Rolling by R / 2 and multiplying with signed sines is equivalent to "rotate half".
     """
     rotated = cos.shape[-1]
     if rotated < x.shape[-1]:
@@ -120,13 +121,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def span_of(config: RopeConfig, prompt: int) -> int:
-    """Return the text length for which a request's positions are scaled; 0 for no scaling.
+    """Return the text length for which a request's positions are scaled, or 0 if they are not scaled.
 
     The rules "dynamic" and "longrope" depend on the length of the text. transformers uses the current length, so keys
-    computed before the limit do not match those computed after it. vLLM and llama.cpp use the longest possible text,
-    which makes short texts worse. Here the prompt length decides for the whole request: a row never depends on other
-    rows, on drafts or on `max_new_tokens`, and every prompt has the same logits as in transformers. A text that
-    outgrows the limit keeps its factors.
+    that were computed before the limit do not match keys that are computed after it. vLLM and llama.cpp use the length
+    of the longest possible text, which makes short texts worse. Here, the length of the prompt decides for the whole
+    request. So a row never depends on other rows, on drafts or on `max_new_tokens`, and every prompt has the same
+    logits as in transformers. A text that grows beyond the limit keeps its factors.
 
     Args:
         config: The rotary embedding.
@@ -141,7 +142,7 @@ def span_of(config: RopeConfig, prompt: int) -> int:
 def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Tensor:
     """Return the frequencies [R / 2] in radians per position, float32."""
     rotated, theta, numbers = int(head_dim * config.share), config.theta, dict(config.scaling)
-    if config.kind == "dynamic" and span:  # NTK-aware scaling: the base grows with the length of the text
+    if config.kind == "dynamic" and span:  # NTK-aware scaling: the base grows with the text's length
         stretch = numbers["factor"] * span / numbers["original_max_position_embeddings"] - (numbers["factor"] - 1)
         theta *= stretch ** (rotated / (rotated - 2))
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -159,7 +160,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int, span: int = 0) -> Ten
 
 
 def _llama3(inverse: Tensor, numbers: Mapping[str, float]) -> Tensor:
-    """Scale as Llama 3.1: low frequencies are divided by `factor`, high ones are kept, those in between are blended."""
+    """Scale as in Llama 3.1: low frequencies are divided by `factor`, high frequencies are kept, and frequencies in
+    between are blended."""
     low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
     turns = numbers["original_max_position_embeddings"] * inverse / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)
@@ -167,11 +169,12 @@ def _llama3(inverse: Tensor, numbers: Mapping[str, float]) -> Tensor:
 
 
 def _yarn(inverse: Tensor, theta: float, numbers: Mapping[str, float]) -> Tensor:
-    """Scale as YaRN (Peng et al. 2023): blend between the planes that rotate `beta_fast` and `beta_slow` times."""
+    """Scale as in YaRN (Peng et al. 2023): blend between the planes that rotate `beta_fast` times and `beta_slow`
+    times."""
     planes = len(inverse)
 
     def plane(turns: float) -> float:
-        """Return the (fractional) plane that makes this number of turns over the original context."""
+        """Return the plane, as a fraction, that makes this number of turns over the original context."""
         return planes * math.log(numbers["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
 
     low, high = plane(numbers["beta_fast"]), plane(numbers["beta_slow"])
@@ -186,7 +189,8 @@ Raw = Mapping[str, Any]
 
 
 def scaling_of(raw: Raw) -> Raw:
-    """Return `rope_scaling`, or `rope_parameters` of transformers 5, which may be by layer type; {} without either."""
+    """Return `rope_scaling`, or `rope_parameters` of transformers 5, which may be grouped by layer type. Return an
+    empty dict if the config has neither."""
     return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
@@ -194,14 +198,14 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
     """Read `rope_scaling`, or `rope_parameters` of transformers 5, which includes `rope_theta`.
 
     Args:
-        scaling: The scaling rule; None for none.
+        scaling: The scaling rule, or None.
         raw: The config that contains it.
-        theta: Base of the frequencies, unless the rule has its own.
-        head_dim: Elements of a head.
+        theta: Base of the frequencies, unless the rule has its own base.
+        head_dim: Number of elements of a head.
 
     Raises:
-        UnsupportedModel: The rule or one of its keys is unknown.
-        CorruptModel: A key is missing, or a value is out of range.
+        UnsupportedModel: If the rule or one of its keys is unknown.
+        CorruptModel: If a key is missing, or a value is out of range.
     """
     check_value("config.json", "rope scaling", scaling, OBJECT | NULL)
     check("rope scaling", scaling or {}, ROPE)
@@ -256,7 +260,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def _numbers(kind: str, given: Raw, raw: Raw) -> dict[str, float]:
     """Return the parameters of a rule, including derived ones."""
     longest = raw.get("max_position_embeddings", 2048)
-    # The trained context length is in the config (Phi-3) or in the rule (other models).
+    # The original context length is in the config (Phi-3) or in the rule (other models).
     original = float(raw.get(_ORIGINAL) or given.get(_ORIGINAL) or longest)
     if kind == "proportional":
         return {"factor": given.get("factor") or 1.0, "partial_rotary_factor": given["partial_rotary_factor"]}

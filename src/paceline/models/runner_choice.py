@@ -1,4 +1,4 @@
-"""Choice between the CPU kernels and torch for a model's matrix products, with the reason."""
+"""The choice between the CPU kernels and torch for a model's matrix products, and the reason for it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from paceline.kernels.cpu.matrix import FLOAT_KINDS
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A description of what computes the matrix products, and a hint on how to make it faster ("" if there is none)."""
+    """A description of the software that computes the matrix products, and a hint on how to make it faster (empty if
+    there is none)."""
 
     name: str
     remedy: str = ""
 
 
 def runner_of(device: torch.device, dtype: torch.dtype) -> Runner:
-    """Return the runner for this device and activation dtype. Compiles the CPU kernels if they are needed and missing.
+    """Return the runner for this device and this dtype of activations. Compile the CPU kernels if they are needed and
+    missing.
 
-    For most models the CPU kernels run whole layers. For the others torch runs the rest (`cpu_layers.runs_natively`).
+    For most models, the CPU kernels run whole layers. For other models, torch runs the rest of a layer
+    (`cpu_layers.runs_natively`).
     """
     if device.type != "cpu":
         return Runner(f"torch, on {device.type}")
     kind = str(dtype).removeprefix("torch.")
     if dtype not in FLOAT_KINDS:
-        return Runner(f"torch, in {kind}")  # no remedy: the caller chose this dtype
+        return Runner(f"torch, in {kind}")  # there is no hint, because the caller chose this dtype
     kernels, reason = library(), obstacle()
     if kernels is None:
         assert reason is not None
@@ -40,7 +43,7 @@ def runner_of(device: torch.device, dtype: torch.dtype) -> Runner:
 
 @cache
 def warn_of(runner: Runner) -> None:
-    """Log once that a model runs slower than it could, and how to make it faster."""
+    """Log, once, that a model runs slower than it could, and how to make it faster."""
     if runner.remedy:
         line = "warning: slow: the layers run on %s. %s"
         logging.getLogger("paceline").warning(line, " ".join(runner.name.split()), runner.remedy)
@@ -51,7 +54,7 @@ _LARGE = 1 << 30
 
 @cache
 def suggest_codes(folder: Path, device: torch.device) -> None:
-    """Log once that quantisation would make a large float model faster on the CPU."""
+    """Log, once, that quantisation would make a large float model faster on the CPU."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if device.type == "cpu" and size > _LARGE and library():
         line = "note: every pass reads %.1f GB of floats; --quantize int8 makes that about half, "

@@ -1,7 +1,8 @@
-"""The tensors and config of one rank with tensor parallelism: fewer heads, narrower MLPs and fewer tokens.
+"""The tensors and the config of one rank with tensor parallelism. A rank has fewer heads, narrower MLPs and fewer
+tokens than the model.
 
-Projections that output heads, MLP elements or tokens are split by rows. Projections that take them as input are split
-by columns, and the ranks add their results (`ranks.Summed`). Only rank 0 adds the bias.
+Projections whose outputs are heads, MLP elements or tokens are split by rows. Projections whose inputs are heads or MLP
+elements are split by columns, and the ranks add their results (`ranks.Summed`). Only rank 0 adds the bias.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _TOKENS = ("embed_tokens", "lm_head")
 
 
 def spans(size: int, count: int, unit: int = 1) -> list[tuple[int, int]]:
-    """Split `size` into one range (first, end) per rank. All ranges are whole units, except perhaps the last."""
+    """Split `size` into one range (first, end) per rank. Every range consists of whole units, except perhaps the last
+    one."""
     units = size // unit
     borders = [units * rank // count * unit for rank in range(count)] + [size]
     return list(pairwise(borders))
@@ -35,7 +37,7 @@ def spans(size: int, count: int, unit: int = 1) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The split of a model across `count` ranks. MLP elements are split into multiples of `unit`."""
+    """The split of a model across `count` ranks. A rank's number of MLP elements is a multiple of `unit`."""
 
     config: ModelConfig
     count: int
@@ -64,7 +66,7 @@ class Division:
 
 
 def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Division:
-    """Return the split of a model. Raises `UnsupportedModel` if the model cannot be split into `count` parts."""
+    """Return the split of a model. Raise `UnsupportedModel` if the model cannot be split into `count` parts."""
     if config.kv_heads % count:
         fitting = [str(n) for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         raise UnsupportedModel(
@@ -85,7 +87,7 @@ def divide(config: ModelConfig, tensors: Mapping[str, Tensor], count: int) -> Di
 
 
 def _block(tensors: Mapping[str, Tensor], modules: tuple[str, ...]) -> int:
-    """Return the size of the largest block in which the weights of these modules are stored; 1 for floats."""
+    """Return the largest storage block size of these modules' weights. It is 1 for floats."""
     names = [name for name in tensors if name.endswith(tuple(f".{module}.weight" for module in modules))]
     if library() is None:
         return max((GROUP for name in names if codes_of(tensors, name)), default=1)
@@ -114,10 +116,10 @@ class RankTensors(Renamed):
     def factors(self, adapter: Factors) -> Factors:
         """Return this rank's part of an adapter.
 
-        B is split by rows like W, A is split by columns like W.
+        B is split by rows and A is split by columns, in the same way as W.
 
         Raises:
-            AdapterMismatch: The adapter does not fit the model.
+            AdapterMismatch: If the adapter does not fit the model.
         """
         return Factors(adapter.name, {module: self._part(adapter, module) for module in adapter.factors})
 
@@ -125,7 +127,7 @@ class RankTensors(Renamed):
         (a, b), name = adapter.factors[module], module + ".weight"
         rows, columns = self._cut(name) if name in self._tensors else (None, None)
         if rows is not None or columns is not None:
-            adapter.check(module, shape_of(self._tensors, name))  # before the split, after which it could fit by chance
+            adapter.check(module, shape_of(self._tensors, name))  # before the split: a part could fit by chance
         return a if columns is None else a[:, columns], b if rows is None else b[rows]
 
     def codes(self, name: str) -> Codes | None:
@@ -151,7 +153,8 @@ class RankTensors(Renamed):
         return (shape[0], columns.stop - columns.start) if columns and len(shape) == 2 else shape
 
     def _cut(self, name: str) -> tuple[slice | Tensor | None, slice | None]:
-        """Return this rank's rows, or its columns, of a tensor; None where the tensor is not split."""
+        """Return this rank's rows and this rank's columns of a tensor. Each is None if the tensor is not split along
+        that dimension."""
         module, config, count = name.rpartition(".")[0].rpartition(".")[2], self._division.config, self._division.count
         experts = config.mixture
         gate, up, down = experts.names if experts and ".experts." in name else ("gate_proj", "up_proj", "down_proj")

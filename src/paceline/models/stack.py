@@ -1,4 +1,4 @@
-"""A stack of decoder layers, run layer by layer with torch, or by one call of the CPU kernels."""
+"""A stack of decoder layers. It runs layer by layer with torch, or in one call of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _Attending = Attention | LatentAttention
 
 
 class LayerStack:
-    """The layers of a model, with their rotary factors (`ropes`) and caches, split into one part per device."""
+    """The layers of a model, split into one part per device. It computes their rotary factors (`ropes`), and creates
+    their caches."""
 
     def __init__(
         self,
@@ -45,15 +46,15 @@ class LayerStack:
         Args:
             config: The architecture.
             layers: The layers.
-            host: The target, for dtype, device and context length.
-            mutual: For each layer, True if all rows of a pass see each other; () if none do.
-            ranks: The ranks that hold the other parts of each layer, with tensor parallelism.
-            devices: Device of each layer; () for the host's device.
+            host: The target. Its dtype, device and context length apply.
+            mutual: For each layer, True if all rows of a pass see each other. Empty if this is the case in no layer.
+            ranks: The ranks that hold the other parts of each layer. None without tensor parallelism.
+            devices: Device of each layer. Empty if all layers are on the host's device.
         """
         plan, self._device, self._dtype = config.plan, host.device, host.dtype
         native, places = runs_natively(layers, host.dtype), devices or [host.device] * len(plan)
         runs = [(device, len([*same])) for device, same in groupby(places)]
-        # The kernels read heads that are padded to whole lanes. All parts of a model share one cache layout.
+        # The kernels need heads that are padded to whole lanes. All parts of a model share one cache layout.
         padded = any(attends_natively(host.dtype, device) for device, _ in runs)
         parts = [(number, device) for number, (device, count) in enumerate(runs) for _ in range(count)]
         self._attentions = [
@@ -75,7 +76,7 @@ class LayerStack:
             if padded and runs_natively(placed.layers, host.dtype):
                 placed.take(self._attentions, ranks)
         if ranks and not native:
-            for layer in layers:  # `Division` only supports layers with both attention and an MLP
+            for layer in layers:  # `Division` supports only layers with both attention and an MLP
                 assert layer.out
                 assert layer.mlp
                 layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
@@ -84,12 +85,12 @@ class LayerStack:
 
     @property
     def native(self) -> NativeLayers | None:
-        """The CPU kernels' structures, if one call of the kernels runs all layers; else None."""
+        """The structures of the CPU kernels, if one call of the kernels runs all layers. Otherwise None."""
         return self._parts[0].native if len(self._parts) == 1 else None
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each part, in layer order."""
+        """The device of each part, in the order of the layers."""
         return [part.device for part in self._parts]
 
     @property
@@ -107,7 +108,7 @@ class LayerStack:
         part: int,
         device: torch.device,
     ) -> LayerAttention:
-        """Return one layer's attention, as described to the cache."""
+        """Return the description of a layer's attention that the cache needs."""
         own = config.of(spec)
         scale = config.attention.scale or own.head_dim**-0.5
         sizes = own.kv_heads, whole(own.head_dim) if padded else own.head_dim
@@ -130,14 +131,14 @@ class LayerStack:
         """Create a cache for these layers and the host's context length.
 
         Args:
-            kind: Type of the cache. Models with recurrent layers get a `StateCache` instead.
-            dtype: Dtype of keys and values (see `kv_types.py`), if it is not the host's.
+            kind: Class of the cache. Models with recurrent layers get a `StateCache` instead.
+            dtype: Dtype of keys and values (see `kv_types.py`). None for the host's dtype.
         """
         sizes = (*self._cache_sizes, dtype or self._dtype, self._device, self.ropes.spans)
         if self._recurrences:
             return StateCache(self._recurrences, self._attentions, *sizes)
         if kind is SlabCache and any(device.type != "cpu" for device in self.devices):
-            kind = SharedSlabCache  # on a GPU, padding short slots costs less than further kernel launches
+            kind = SharedSlabCache  # on a GPU, padding short slots costs less than more kernel launches
         return kind(self._attentions, *sizes, self.devices)
 
     def run(
@@ -158,12 +159,13 @@ class LayerStack:
             x: The stream [B, T, H].
             first: Index of the first layer.
             end: Index after the last layer.
-            ropes: All rotary factors of the pass.
+            ropes: The rotary factors of the pass, for all embeddings.
             view: The pass's view of the cache.
-            entry: Input [B, T, *] of the first layer's attention, if it is not the normed stream.
-            taps: Indices of layers, ascending, from `first` to `end`. The stream before each of them is returned.
-            given: Per-layer token embeddings [B, T, layers, P], see `layers.TokenInput`.
-            adapters: Adapter number of each slot (`kernels.low_rank`).
+            entry: Input of the first layer's attention, [B, T, *], if it is not the normed stream.
+            taps: Indices of layers from `first` to `end`, in ascending order. The stream that enters each of them is
+                returned.
+            given: Per-layer token embeddings, [B, T, layers, P] (see `layers.TokenInput`).
+            adapters: Index of each slot's adapter (see `kernels.low_rank`).
 
         Returns:
             The stream after the last layer, and the stream at each tap, on the host's device.
@@ -191,7 +193,7 @@ class _PlacedLayers:
         rope_of: Sequence[int],
         indices: Sequence[tuple[int, int]],
     ) -> None:
-        """`rope_of` and `indices` (see `slab_indices`) cover all layers of the model."""
+        """`rope_of` and `indices` (see `slab_indices`) have an entry for each layer of the whole model."""
         self.first, self.end, self.layers, self.device = first, first + len(layers), layers, device
         self._rope_of = rope_of
         own = indices[first : self.end]
@@ -217,7 +219,7 @@ class _PlacedLayers:
         given: Tensor | None,
         adapters: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `LayerStack.run`. Layer indices count all layers of the model."""
+        """See `LayerStack.run`. Indices of layers count the layers of the whole model."""
         x, entry = x.to(self.device), None if entry is None else entry.to(self.device)
         ropes = [rope and (rope[0].to(self.device), rope[1].to(self.device)) for rope in ropes]
         if self.native and isinstance(view, SlabPass):
@@ -239,6 +241,6 @@ class _PlacedLayers:
 
 
 def _attending(layer: Layer) -> _Attending | None:
-    """Return a layer's attention, if it has any."""
+    """Return a layer's attention, or None if it has none."""
     mixer = layer.attention.attention if isinstance(layer.attention, Parallel) else layer.attention
     return mixer if isinstance(mixer, _Attending) else None

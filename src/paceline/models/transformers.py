@@ -1,4 +1,4 @@
-"""Any causal language model of transformers as a target, with Paceline's masks and KV cache."""
+"""Causal language models of transformers as targets, with Paceline's masks and KV cache."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 
 _CHECKED: WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[bool, bool]]] = WeakKeyDictionary()
-"""Results of the check for each model, by dtype, device and attention: whether the model can verify trees, and whether
-its first layers can run as a model of their own."""
+"""The results of the check for each model, by dtype, device and attention: True if the model can verify trees, and True
+if its first layers can run as a separate model."""
 
 
 class CausalLM:
-    """A `PreTrainedModel` with a causal head as a `Target`, in its own dtype and on its own devices.
+    """A `PreTrainedModel` with a causal head as a `Target`. It keeps its dtype and its devices.
 
-    `trees` is True if its attention accepts the mask of a tree. Models that accept no such mask (ALiBi in Bloom and
-    MPT) run one slot at a time and verify only chains. Both abilities are checked on creation, against the model's
-    plain forward pass.
+    `trees` is True if the model's attention accepts the mask of a tree. Models that do not accept such a mask (ALiBi in
+    Bloom and MPT) run one slot at a time, and verify only chains. Both ways are checked against the model's plain
+    forward pass when the object is created.
     """
 
     rows_are_independent = False
@@ -58,10 +58,10 @@ class CausalLM:
         Args:
             model: The model.
             wrapper: The `PeftModel` around it, if there is one. Each slot may then use one of its LoRA adapters. Number
-                0 is the model as given, with its active adapter.
+                0 stands for the model as given, with its active adapter.
 
         Raises:
-            UnsupportedModel: The model's cache cannot drop rejected tokens, or its results differ from its plain
+            UnsupportedModel: If the model's cache cannot drop rejected tokens, or its results differ from its plain
                 forward pass.
         """
         refuse(model)
@@ -85,13 +85,13 @@ class CausalLM:
         if key not in known:
             known[key] = self._check()
         self.trees, self._divisible = known[key]
-        # If only chains are verified, the padding rows of a pass take positions after the chain.
+        # If only chains can be verified, the padding rows of a pass take positions after the chain.
         self.context_length = _context_length(self._config) - (0 if self.trees else MIN_ROWS)
 
     def _check(self) -> tuple[bool, bool]:
-        """Return whether the model verifies trees, and whether its first layers were enough for the check.
+        """Return True if the model verifies trees, and True if its first layers were enough for the check.
 
-        The first layers are tried first. Raises `UnsupportedModel` if the model cannot even verify chains.
+        The check is tried with the first layers first. Raise `UnsupportedModel` if the model cannot even verify chains.
         """
         reason = None
         targets = dict.fromkeys((self._first_layers(), self))
@@ -106,12 +106,13 @@ class CausalLM:
         )
 
     def _first_layers(self) -> CausalLM:
-        """Return a target of the first layers. Returns this target on a GPU, and if the layers cannot be separated."""
+        """Return a target made of the first layers. On a GPU, or if the layers cannot be separated, return this
+        target."""
         if self.device.type != "cpu":
             return self
         try:
             model = first_layers(self.model)
-        except Exception:  # for example, if the config does not allow another number of layers
+        except Exception:  # for example because the config does not allow another number of layers
             _LOG.debug("all layers of %s are checked, not only the first", type(self.model).__name__, exc_info=True)
             return self
         if model is self.model:
@@ -121,7 +122,7 @@ class CausalLM:
         return short
 
     def excerpt(self) -> CausalLM:
-        """See `protocols.Divisible`. With adapters this is the whole model, because passes run through the PEFT
+        """See `protocols.Divisible`. With adapters, this is the whole model, because passes run through the PEFT
         wrapper."""
         return self._first_layers() if self._divisible and not self.adapters else self
 
@@ -171,7 +172,8 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """See `protocols.EmbeddingAndHead`. A cap or scale that the model applies after its head is not included."""
+        """See `protocols.EmbeddingAndHead`. If the model applies a softcap or a scale after its head, the result does
+        not include it."""
         logits: Tensor = self.model.get_output_embeddings()(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -181,7 +183,7 @@ class CausalLM:
         return weight.detach()
 
     def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
-        """See `protocols.EmbeddingAndHead`. As in `logits`, only the head's bias is included."""
+        """See `protocols.EmbeddingAndHead`. As in `logits`, the result includes only the head's bias."""
         bias: Tensor | None = self.model.get_output_embeddings().bias
         return products if bias is None else products.add_(bias.detach()[tokens])
 
@@ -191,8 +193,8 @@ class CausalLM:
         return self.model(input_ids=texts, use_cache=False, return_dict=True).logits  # type: ignore[no-any-return]
 
     def _masks(self, rows: Rows, windows: Mapping[str, int | None]) -> Tensor | dict[str, Tensor]:
-        """Return 4D masks [B, 1, T, columns] in transformers' form: one mask, or one per type of layer if they
-        differ."""
+        """Return 4D masks [B, 1, T, columns] in transformers' form: a single mask, or one mask per type of layer if
+        they differ."""
         visible, distance = _visible(rows)
         masks = {
             kind: self._mask(visible if window is None else visible & (distance < window))
@@ -209,10 +211,10 @@ class CausalLM:
 
 
 def mixable(wrapper: Any) -> tuple[str, ...]:
-    """Return the names of the adapters in a `PeftModel` that one pass can mix: LoRA without DoRA; () if there are none.
+    """Return the names of the adapters in a `PeftModel` that can be mixed in one pass: LoRA adapters without DoRA.
 
     Raises:
-        UnsupportedModel: The model has a learned prompt.
+        UnsupportedModel: If the model has a learned prompt.
     """
     configs = wrapper.peft_config
     if any(config.is_prompt_learning for config in configs.values()):
@@ -225,7 +227,7 @@ def check_config(path: Path) -> None:
     """Check the config in a folder, without reading weights and without messages from transformers.
 
     Raises:
-        UnsupportedModel: transformers has no causal language model for the config, or speculation cannot run on it.
+        UnsupportedModel: If transformers has no causal language model for the config, or speculation cannot run on it.
     """
     with _silence():
         with _refusing(path):
@@ -256,8 +258,8 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
     """Load a folder in Hugging Face layout.
 
     Raises:
-        UnsupportedModel: transformers cannot load it, or speculation cannot run on it.
-        CorruptModel: The weights lack a tensor. (transformers would initialise it randomly.)
+        UnsupportedModel: If transformers cannot load the model, or speculation cannot run on it.
+        CorruptModel: If the weights lack a tensor, which transformers would initialise randomly.
     """
     with _refusing(path):
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -272,13 +274,14 @@ def from_pretrained(path: Path, dtype: torch.dtype, device: torch.device) -> Cau
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Turn any exception that transformers raises into `UnsupportedModel`, except for lack of memory."""
+    """Convert any exception that transformers raises to `UnsupportedModel`, except errors that mean a lack of
+    memory."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        # Only the first sentence. Some messages mean nothing without the name of the exception.
+        # Quote only the first sentence. Add the name of the exception, because some messages mean nothing without it.
         reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
         raise UnsupportedModel(
             f"transformers does not load {path} ({type(error).__name__}: {reason})", "Use another model"
@@ -307,10 +310,10 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 def _windows(config: Any) -> Mapping[str, int | None] | None:
-    """Return the sliding window (None for full attention) of each type of layer, or {"": window} if one mask serves
-    all.
+    """Return the sliding window (None for full attention) of each type of layer, or {"": window} if all layers use the
+    same mask.
 
-    Returns None if the model builds its own masks, which a tree's mask cannot replace.
+    Return None if the model builds its own masks, which a tree's mask cannot replace.
     """
     layers = DynamicCache(config=config).layers
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
@@ -326,13 +329,13 @@ def _windows(config: Any) -> Mapping[str, int | None] | None:
 def _context_length(config: Any) -> int:
     """Return the config's context length, or 2**31 if it has none.
 
-    With longrope the rotary factors change at a certain length. The context then ends at that length, because the keys
-    in the cache keep the old factors.
+    With longrope, the rotary factors change at a certain length. The context then ends at that length, because keys in
+    the cache were computed with the old factors.
     """
     settings = config.to_dict()
     limit = next((int(settings[name]) for name in _LENGTHS if settings.get(name)), 2**31)
     rope = settings.get("rope_parameters") or {}
-    # The config has one set of rope parameters, or one for each type of layer.
+    # The config has either a single set of rope parameters, or one set for each type of layer.
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if part.get("rope_type") == "longrope":
             short = part.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
@@ -347,7 +350,8 @@ def _tree(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return which columns each row sees, and the distance of each column in the text, both [B, T, columns]."""
+    """Return the columns that each row attends to, and the distance of each column in the text, both [B, T,
+    columns]."""
     count = rows.tokens.shape[1]
     visible = torch.zeros(len(rows.slots), count, rows.end, dtype=torch.bool)
     columns = torch.arange(rows.end).repeat(len(rows.slots), 1)
@@ -361,7 +365,7 @@ def _visible(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _chains(rows: Rows) -> Iterator[Rows]:
-    """Split a pass into one pass per slot. Raises `InvalidOption` for a tree."""
+    """Split a pass into one pass per slot. Raise `InvalidOption` if a slot has a tree."""
     for i, parents in enumerate(rows.parents):
         chain = next((r for r in range(1, len(parents)) if parents[r] == NONE), len(parents))
         if parents != (*range(NONE, chain - 1), *[NONE] * (len(parents) - chain)):
@@ -372,7 +376,7 @@ def _chains(rows: Rows) -> Iterator[Rows]:
 
 
 def _join(parts: list[Forward]) -> Forward:
-    """Join the results of passes over one slot each into a batch."""
+    """Join the results of passes over single slots into a batch."""
     if len(parts) == 1:
         return parts[0]
     taps = {tap: torch.cat([part.taps[tap] for part in parts]) for tap in parts[0].taps}

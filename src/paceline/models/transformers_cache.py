@@ -16,13 +16,13 @@ from paceline.protocols import Saved
 from paceline.types import DraftBudget, Rows
 
 _INITIAL_CAPACITY = 128
-"""Positions that a new layer has room for. The capacity doubles when a text exceeds it."""
+"""Number of positions for which a new layer has room. The capacity doubles when a text exceeds it."""
 
 
 @dataclass(slots=True)
 class _PassWindow:
-    """The slots and positions of the current pass. Slot `slots[b]` is written starting at position `starts[b]`, and
-    read up to `end`. `places` is the number of existing slots."""
+    """The slots and positions of the current pass. Slot `slots[b]` is written from position `starts[b]`, and is read up
+    to position `end`. `places` is the number of existing slots."""
 
     slots: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class _PassWindow:
 
 
 class _SlotLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer of all slots. `keys` and `values` are [places, kv_heads, capacity, D].
+    """A layer of the cache, for all slots. `keys` and `values` are [places, kv_heads, capacity, D].
 
     The model writes through `update`, which returns the part that the pass may read. Columns after a slot's end may
     hold stale data, which the mask hides.
@@ -50,8 +50,8 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self._seen(self.keys), self._seen(self.values)
 
     def room(self, keys: Tensor, values: Tensor) -> None:
-        """Make room for all slots up to the window's end. The sizes are taken from `keys` and `values` [*, kv_heads, *,
-        D]."""
+        """Make room for all slots up to the end of the pass. The sizes are taken from `keys` and `values` [*, kv_heads,
+        *, D]."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.keys, self.values = (x.new_empty(0, x.shape[1], 0, x.shape[3]) for x in (keys, values))
@@ -65,7 +65,7 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
     def _grown(self, old: Tensor) -> Tensor:
         places, heads, capacity, size = old.shape
         room = capacity if capacity >= self._window.end else max(_INITIAL_CAPACITY, 2 * capacity, self._window.end)
-        # A masked column has weight 0, but 0 times an uninitialised value may be NaN. The new room is therefore zeroed.
+        # Fill the new room with zeros: a masked column has weight 0, but 0 times an uninitialised value may be NaN.
         new = old.new_zeros(self._window.places, heads, room, size)
         new[:places, :, :capacity] = old
         return new
@@ -80,14 +80,14 @@ class _SlotLayer(DynamicLayer):  # type: ignore[misc]
 class SlotCache(SlotTable):
     """A `KVCache` for transformers models. Row r of a slot's pass is stored at position `length + r`.
 
-    Every layer stores all positions, even with a sliding window, where the mask hides older positions. Rejected rows
-    can therefore simply be overwritten.
+    Every layer stores all positions. If it has a sliding window, the mask hides older positions. Rejected rows can
+    therefore simply be overwritten.
     """
 
     rectangle = True
 
     def __init__(self, trees: bool) -> None:
-        """`trees` is True if the model can verify trees, not only chains."""
+        """`trees`: True if the model can verify trees, False if it can verify only chains."""
         super().__init__()
         self._trees = trees
         self._window = _PassWindow()
@@ -98,7 +98,7 @@ class SlotCache(SlotTable):
         slot = super().acquire(prompt, adapter, lag)
         for side in self._sides():
             if slot < len(side):
-                # A failed request may have left NaN, which a pass with a longer slot in the same batch would read.
+                # A failed request may have left NaN here. A pass would read it if another slot of the batch is longer.
                 side[slot].zero_()
         return slot
 
@@ -119,8 +119,8 @@ class SlotCache(SlotTable):
     def save(self, slot: int) -> Saved:
         """See `protocols.KVCache.save`.
 
-        Any prefix can be loaded: every layer stores all positions, and rotary factors do not depend on the prompt
-        length because the context ends before they change.
+        Any prefix can be loaded. Every layer stores all positions, and rotary factors do not depend on the prompt's
+        length, because the context ends before they change.
         """
         self.check_taken(slot)
         length = self.lengths[slot]
@@ -148,7 +148,7 @@ class SlotCache(SlotTable):
         self.lengths[slot] = length
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """Return the budget, reduced to a chain if the model's attention accepts no tree masks."""
+        """Return the budget. It is reduced to a chain if the model's attention does not accept tree masks."""
         return budget if self._trees else DraftBudget.chain(budget.depth)
 
     def begin(self, rows: Rows) -> Cache:

@@ -1,4 +1,5 @@
-"""A check, on a few tokens, that a model verifies drafts with the same results as its plain forward pass."""
+"""A check, with a few tokens, that a model gives the same results when it verifies drafts as in its plain forward
+pass."""
 
 from __future__ import annotations
 
@@ -12,33 +13,35 @@ from paceline.types import Draft, Want
 from paceline.verify.tree import pack, with_siblings
 
 _FINE, _COARSE = 1e-2, 0.1
-"""Largest relative error of logits that rounding explains, for 32-bit models (with TF32 products) and 16-bit models."""
+"""Maximum relative error of logits that rounding can explain, for 32-bit models (with TF32 products) and for 16-bit
+models."""
 
 _LENGTHS, _DEPTH = (8, 13), 4
-"""Lengths of the two texts in tokens, and depth of the draft added to each. A small pass takes as long as reading the
-weights, so the check uses few passes rather than few rows."""
+"""Lengths of the two texts, in tokens, and depth of the draft that is added to each. A small pass takes as long as
+reading the weights, so the check uses few passes rather than few rows."""
 
 Plain = Callable[[Tensor], Tensor]
 """Maps whole texts [B, T] to their logits [B, T, V], by the model's plain forward pass."""
 
 
 def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str | None:
-    """Return the reason why the target's passes differ from the model's plain forward pass; None if they do not.
+    """Return the reason why the target's passes differ from the model's plain forward pass, or None if they do not
+    differ.
 
     Two slots of unequal length run in three passes: both texts are fed, a draft is verified and committed, and one
-    further token is fed. With `trees` the draft is a tree whose accepted path has a wrong sibling at every level,
-    otherwise a chain. The logits of every row must equal the plain logits of its path, within an error much smaller
-    than if the mask were ignored.
+    further token is fed. With `trees`, the draft is a tree whose accepted path has a wrong sibling at every level.
+    Otherwise, it is a chain. The logits of every row must equal the plain logits of its path. The error must be much
+    smaller than the error of a model that ignores the mask.
 
     Args:
         target: The model as a target.
-        trees: Verify a tree instead of a chain.
+        trees: True to verify a tree, False to verify a chain.
         plain: The model's plain forward pass.
     """
     try:
         return _verification_error(target, trees, plain)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
-        # The model's own code may fail in any of these ways if it expects other inputs.
+        # The model's own code may raise any of these errors if it expects other inputs.
         return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -62,7 +65,7 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
     fed([prompt[0] for prompt in prompts], chains, [range(1, len(prompt)) for prompt in prompts], Want("none"))
     logits = fed([text[-1] for text in texts], [draft] * 2, [path_rows[:-1]] * 2, Want())
     after = fed(path[-1:] * 2, [Draft()] * 2, [()] * 2, Want())
-    # The logits of rows that see siblings of their path or, for a chain, the other text.
+    # These are the logits of rows that attend to siblings of their path or, in a chain, to the other text.
     wrong = [(text, draft.tokens) for text in texts] if trees else [(_swapped(texts, i), path) for i in range(2)]
     plain_logits = _plain_logits(plain, [*((text, path) for text in texts), *wrong], target.device)
     numbers = [0, *path_rows]
@@ -77,14 +80,15 @@ def _verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> st
 
 
 def _swapped(texts: Sequence[Sequence[int]], i: int) -> list[int]:
-    """Return text `i` with all tokens but the last replaced by those of the other text."""
+    """Return text `i` with all tokens except the last replaced by tokens of the other text."""
     return [*texts[1 - i][:-1], texts[i][-1]]
 
 
 def _plain_logits(
     plain: Plain, continued: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
 ) -> list[Tensor]:
-    """For each (text, continuation), return the logits of the text's last token and of the continuation's tokens."""
+    """Return, for each pair (text, continuation), the logits of the text's last token and of the continuation's
+    tokens."""
     wholes = [[*text, *more] for text, more in continued]
     longest = max(map(len, wholes))
     # In a causal model, padding at the end does not change earlier rows.
@@ -94,7 +98,7 @@ def _plain_logits(
 
 
 def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor) -> str | None:
-    """Return the reason why logits [R, V] are wrong; None if they are right. `misled` are logits with a wrong
+    """Return the reason why logits [R, V] are wrong, or None if they are right. `misled`: Logits with a wrong
     context."""
     error = _error(ours, right)
     if not error < allowed:
@@ -105,7 +109,7 @@ def _differ(ours: Tensor, right: Tensor, allowed: float, misled: Tensor) -> str 
 
 
 def _error(rows: Tensor, right: Tensor) -> float:
-    """Return the median relative error over rows. The median tolerates a mixture of experts that routes a row
+    """Return the median relative error of the rows. The median tolerates a mixture of experts that routes a row
     differently because of rounding."""
     rows, right = rows.double(), right.double()
     return float(((rows - right).norm(dim=-1) / right.norm(dim=-1)).median())

@@ -1,4 +1,4 @@
-"""The first layers of a transformers model as a model of its own, for checks that would be slow with all layers."""
+"""The first layers of a transformers model as a separate model, for checks that would be slow with all layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def first_layers(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model with the first layers of `model`, and the same embedding and head.
 
-    It has the fewest layers that include one of each kind, and one layer after them: the effect of a layer on the cache
-    only shows in a later layer. It shares the weights of `model`, which is not changed.
+    It has as few layers as possible that include every kind of layer, and one more layer after them, because a layer's
+    effect on the cache shows only in a later layer. It shares the weights of `model`, which does not change.
 
-    Returns `model` itself if its list of layers is not found, or if some of its code does not come from torch,
-    transformers or PEFT, because such code may treat layers differently depending on their index.
+    Return `model` itself if its list of layers is not found, or if some of its code does not come from torch,
+    transformers or PEFT. Such code may treat layers differently depending on their index.
     """
     if any(type(part).__module__.partition(".")[0] not in _KNOWN for part in model.modules()):
         return model
@@ -47,7 +47,7 @@ def first_layers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _twin(module: Any, configs: dict[int, Any]) -> Any:
-    """Return a module that shares everything with `module`, except for the table of submodules and the config."""
+    """Return a module that shares everything with `module` except the table of submodules and the config."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     if (config := configs.get(id(getattr(module, "config", None)))) is not None:
@@ -56,7 +56,8 @@ def _twin(module: Any, configs: dict[int, Any]) -> Any:
 
 
 def _kind(layer: Module) -> tuple[Any, ...]:
-    """Return what distinguishes layers that compute differently: classes, settings, and weights' shapes and devices."""
+    """Return a key that differs between layers that compute differently. It consists of classes, settings, and the
+    shapes and devices of weights."""
     return tuple(
         (name, type(part), sorted(map(str, _settings(part).items())), sorted(vars(part)))
         for name, part in layer.named_modules()
@@ -66,7 +67,7 @@ def _kind(layer: Module) -> tuple[Any, ...]:
 def _settings(part: Module) -> dict[str, Any]:
     plain = {key: x for key, x in vars(part).items() if key != "layer_idx" and _is_plain(x)}
     weights = {key: (x.shape, x.dtype, x.device) for key, x in part._parameters.items() if x is not None}
-    # Hooks with the same code count as equal.
+    # Treat hooks with the same code as equal.
     hooks = {key: [getattr(hook, "__qualname__", type(hook)) for hook in vars(part)[key].values()] for key in _HOOKS}
     return {**plain, **weights, **hooks}
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, and the matrix products built from them."""
+"""The tensors of a checkpoint, and the matrix products that are built from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised, codes_of, stored_of
 
 _HEAD_BITS = 8
-"""Minimum bits of an output head. It is only one of many products, but it decides every token."""
+"""Minimum number of bits of an output head. It is only one of many products, but it decides every token."""
 
 
 class Weights:
-    """Tensors of a checkpoint, which modules take one by one. Shapes are checked, and no tensor may be left over.
+    """The tensors of a checkpoint. Modules take them one by one. Shapes are checked, and no tensor may be left over.
 
-    If the tensors are `Quantised`, products hold quantisation codes, while tensors taken by `get` stay floats.
+    If the tensors are `Quantised`, products hold quantisation codes. Tensors that `get` returns stay floats.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class Weights:
 
         Args:
             tensors: Tensors by name.
-            dtype: Type of the computation.
-            device: Device of the taken tensors.
-            adapters: LoRA adapters, applied next to the products that they change instead of being merged.
+            dtype: Dtype of the computation.
+            device: Device to which tensors are moved when they are taken.
+            adapters: LoRA adapters. They are not merged, but computed next to the products that they change.
 
         Raises:
-            InvalidOption: Quantisation with float64.
+            InvalidOption: If the weights are quantised and `dtype` is float64.
         """
         self._adapters = adapters
         self._changes = {(adapter.name, module) for adapter in adapters for module in adapter.factors}
-        """(adapter, module) pairs that no product has taken yet."""
+        """The pairs (adapter, module) that no product has used yet."""
         self._tensors, self.dtype, self.device = tensors, dtype, device
         self._bits = tensors.bits if isinstance(tensors, Quantised) else None
         self.requantises = isinstance(tensors, Quantised) and tensors.requantise
-        """True if codes in the file that have more bits than requested are quantised again."""
+        """True if codes in the file are quantised again when they have more bits than requested."""
         self._head_bits = self._bits and (self._bits if self.requantises else _HEAD_BITS)
         if self._bits and dtype == torch.float64:
             raise InvalidOption(
                 "quantised weights do not run in float64", "Use float32 or bfloat16, or leave quantize out"
             )
         self.precise = torch.float64 if dtype == torch.float64 else torch.float32
-        # Multi-token-prediction layers ("mtp") are loaded as a drafter, not as a part of the model.
+        # Multi-token-prediction layers ("mtp") are loaded as a drafter, not with the model.
         self._left = {
             name
             for name in tensors
@@ -68,7 +68,7 @@ class Weights:
         }
 
     def at(self, device: torch.device) -> Weights:
-        """Return these weights with another device for the tensors taken from it."""
+        """Return the same weights, but with another device for the tensors that are taken from the result."""
         part = copy(self)
         part.device = device
         return part
@@ -77,10 +77,10 @@ class Weights:
         return name in self._tensors
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Take a tensor, on the model's device and in the given dtype (by default the model's).
+        """Take a tensor, on the model's device and in this dtype. The default is the model's dtype.
 
         Raises:
-            CorruptModel: The tensor is missing or has another shape.
+            CorruptModel: If the tensor is missing or has another shape.
         """
         if name not in self._tensors:
             raise CorruptModel(f"the checkpoint lacks {name}", "Fetch the model again")
@@ -91,7 +91,7 @@ class Weights:
 
     @property
     def _vectors(self) -> torch.device:
-        """The device of vectors, which have values even in a check without data (`lazy.Outlines`)."""
+        """The device of vectors. Vectors have values even in a check without data (`lazy.Outlines`)."""
         return torch.device("cpu") if self.device.type == "meta" else self.device
 
     def _check(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -103,7 +103,8 @@ class Weights:
         self._left.discard(name)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
-        """Take the matrix of a product: floats in the model's dtype, or codes if the weights are quantised."""
+        """Take the matrix of a product. It consists of floats in the model's dtype, or of codes if the weights are
+        quantised."""
         return self._matrix(name, shape, self._bits)
 
     def head(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
@@ -119,8 +120,8 @@ class Weights:
             is_head: True if the product with this matrix is the output head.
 
         Returns:
-            The head's product, whose rows are the embedding. If there is none, the codes where the file has them, since
-            only the rows of a few tokens are read; floats as a tensor in the model's dtype.
+            If there is one, the product of the head, whose rows are the embedding. Otherwise, the file's codes if it
+            has any, because only the rows of a few tokens are read. Otherwise, a tensor of floats in the model's dtype.
         """
         own = stored_of(self._tensors, name) if self._bits and name in self else None
         is_coded = own is not None and not own.is_float
@@ -142,16 +143,17 @@ class Weights:
         return replace(own, form=(own.form or bits) if bits else self.dtype, fewer=self.requantises)
 
     def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
-        """Return an output head made of another model's rows, quantised if these weights are.
+        """Return an output head that consists of another model's rows. It is quantised if these weights are quantised.
 
-        With `cut`, which means that the head was reduced for speed, it has 4 bits if kernels for 4 bits exist.
+        `cut` means that the head was reduced for speed. It then has 4 bits, if kernels for 4 bits exist.
         """
         fast = cut and rows.dtype != torch.float64 and takes_stored(rows.dtype, True, self.device)
         bits = 4 if fast else self._head_bits
         return quantize(rows, bits) if bits else rows
 
     def _coded(self, name: str, shape: tuple[int, int], bits: int) -> Codes:
-        """Return the file's own codes, with any number of bits, because quantising twice loses more; else new codes."""
+        """Return the file's own codes if there are any, whatever their number of bits, because quantising twice loses
+        more. Otherwise, return new codes."""
         own = codes_of(self._tensors, name) if name in self._tensors else None
         if own is None or (self.requantises and own.bits > bits):
             return quantize(self.get(name, shape, torch.float32), bits)
@@ -164,7 +166,7 @@ class Weights:
         Args:
             parts: Number of outputs of each projection, by name.
             width: Number of inputs.
-            order: Outputs to keep, in this order; None for all.
+            order: The outputs to keep, in this order. None for all outputs.
         """
         weight, bias = self._stacked(parts, width)
         if order is not None:
@@ -175,8 +177,8 @@ class Weights:
         return adapted(linear(weight, bias), changes, self.dtype)
 
     def _change(self, adapter: Factors, parts: Mapping[str, int], width: int) -> LowRank | None:
-        """Return an adapter's change to a product of these projections. Experts are excluded: each runs on a few rows
-        only."""
+        """Return an adapter's change to a product of these projections. Experts are excluded, because each of them runs
+        on only a few rows."""
         found = {name: adapter.factors.get(name) for name in parts if ".experts." not in name}
         for name in (name for name, factors in found.items() if factors):
             adapter.check(name, (parts[name], width))
@@ -185,9 +187,9 @@ class Weights:
         return LowRank.stacked(moved, list(parts.values()))
 
     def router(self, name: str, shape: tuple[int, int], order: Tensor | None = None) -> Linear:
-        """Build a product that stays in the model's dtype even if other products are quantised.
+        """Build a product that stays in the model's dtype, even if other products are quantised.
 
-        A router is small, and its rounding would change the choice of experts. See `linear` for `order`.
+        A router is small, and rounding it would change the choice of experts. `linear` describes `order`.
         """
         weight, bias = self.get(name + ".weight", shape), self._bias(name, shape[0]) if name + ".bias" in self else None
         if order is not None:
@@ -198,8 +200,8 @@ class Weights:
         """Build the first half of a gated MLP.
 
         Args:
-            parts: Names of the gate and up projections, or of one tensor that holds both.
-            shape: Shape [out, in] of each of them.
+            parts: Names of the gate and up projections, or the name of a single tensor that contains both.
+            shape: Shape [out, in] of each projection.
             activation: Name of the activation.
         """
         out, width = shape[0] * 2 // len(parts), shape[1]
@@ -209,7 +211,7 @@ class Weights:
         return made
 
     def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes | Stored, Tensor | None]:
-        """Return the stacked projections, and their stacked biases if any projection has one."""
+        """Return the stacked projections, and their stacked biases if any projection has a bias."""
         weight = [self.matrix(name + ".weight", (out, width)) for name, out in parts.items()]
         bias = None
         if any(name + ".bias" in self for name in parts):
@@ -222,20 +224,20 @@ class Weights:
         return torch.zeros(out, dtype=self.dtype, device=self._vectors)
 
     def ones(self, size: int) -> Tensor:
-        """Return the weight of a norm that has none in the checkpoint."""
+        """Return the weight of a norm that has no weight in the checkpoint."""
         return torch.ones(size, dtype=self.dtype, device=self._vectors)
 
     def skip(self, name: str) -> None:
-        """Mark a tensor as known and unused."""
+        """Mark a tensor as known, although it is not used."""
         self._left.discard(name)
 
     def finish(self) -> None:
         """Check that every tensor and every change by an adapter was used.
 
         Raises:
-            CorruptModel: Tensors are left over, so the architecture is not the file's.
-            AdapterMismatch: An adapter changes a module that the model does not have.
-            UnsupportedModel: An adapter changes a module for which adapters must be merged.
+            CorruptModel: If tensors are left over, which means that the file has another architecture.
+            AdapterMismatch: If an adapter changes a module that the model does not have.
+            UnsupportedModel: If an adapter changes a module for which adapters must be merged.
         """
         for adapter, module in sorted(self._changes):
             if module + ".weight" in self._tensors:
@@ -266,7 +268,8 @@ def _stack(parts: Sequence[Tensor | Codes | Stored]) -> Tensor | Codes | Stored:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate like `torch.cat`, which on the meta device would import torch's compiler (two seconds)."""
+    """Concatenate like `torch.cat`. On the meta device, `torch.cat` would import torch's compiler, which takes two
+    seconds."""
     whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         place.copy_(part)

@@ -1,1 +1,1 @@
-"""Turning a row of logits into a token: parameters, processors, truncation, noise and grammars."""
+"""The choice of a token from a row of logits: parameters, processors, truncation, noise and grammars."""

@@ -1,7 +1,8 @@
-"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition that a token would extend.
+"""DRY ("don't repeat yourself"): a penalty on tokens that would extend a repetition. It grows with the repetition's
+length.
 
 If a token followed an earlier copy of the text's last n tokens, `multiplier * base ** (n - allowed_length)` is
-subtracted from its logit. Sequence breakers end a repetition, so that the form of a list or a dialogue may recur.
+subtracted from its logit. Sequence breakers end a repetition, so that the layout of a list or a dialogue may recur.
 Source: text-generation-webui, pull request 5677; llama.cpp has the same defaults and breakers.
 """
 
@@ -31,30 +32,31 @@ _MOST_TAIL = 20
 _FLOAT32_LOG = 88.7228391
 """Logarithm of the largest float32."""
 _MOST_PENALTY = 1e30
-"""A logit minus this is finite in float32 even after it is divided by the lowest temperature."""
+"""Maximum penalty. A logit minus this number is finite in float32, even after it is divided by the lowest
+temperature."""
 
 
 class Breakers:
-    """Sequence breakers as tokens."""
+    """The sequence breakers, as tokens."""
 
     def __init__(self, tails: Callable[[int], Tails] = lambda token: ()) -> None:
         """Set the breakers.
 
         Args:
-            tails: First token of a breaker -> token sequences that complete it. () means that the token is a whole
-                breaker.
+            tails: Maps the first token of a breaker to the token sequences that complete it. An empty sequence means
+                that the token is a whole breaker.
         """
         self._tails = tails
 
     def alone(self, token: int) -> bool:
-        """Return True if the token is a whole breaker."""
+        """Return True if this token is a whole breaker."""
         return () in self._tails(token)
 
     def last(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Find the last breaker.
 
         Returns:
-            The place of its first token, and the place after its last one. None if there is no breaker.
+            The place of its first token, and the place after its last token. None if there is no breaker.
         """
         for at in reversed(range(len(tokens))):
             if tails := self._tails(tokens[at]):
@@ -65,19 +67,20 @@ class Breakers:
 
     @staticmethod
     def of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
-        """Convert texts to tokens, including all ways in which a model may write them."""
+        """Convert texts to tokens, including all ways to write them."""
         return Breakers(_Spelled(texts, tokenizer).tails)
 
 
 class _Spelled:
-    """Tokens that may begin the texts. Each token is examined when needed, since vocabularies are large."""
+    """The tokens that the texts may begin with. Each token is examined only when it is needed, because vocabularies are
+    large."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell
         self._texts = {text: text.encode() for text in texts}
         self._special = {tokenizer.token_id(text) for text in texts}
         self._rests: dict[bytes, list[tuple[str, str]]] = {}
-        """Bytes of the beginning of a text -> texts that begin so, and what then follows."""
+        """Bytes at the beginning of a text -> the texts that begin with them, and the rest of each text."""
         for text in self._texts:
             for size in range(1, len(text)):
                 self._rests.setdefault(text[:size].encode(), []).append((text, text[size:]))
@@ -108,7 +111,7 @@ class _Spelled:
 
 
 class _PenalizedText:
-    """The committed tokens, with room for a drafted path after them."""
+    """The committed tokens, followed by room for a drafted path."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self._tokens, self.committed = np.array(tokens, np.int32), len(tokens)
@@ -119,7 +122,8 @@ class _PenalizedText:
         self.committed += len(tokens)
 
     def up_to(self, size: int, path: Sequence[int]) -> Counts:
-        """Return the first `size` tokens of the text followed by a drafted path. The next call may overwrite it."""
+        """Return the first `size` tokens of the text, followed by a drafted path. The next call may overwrite the
+        result."""
         self._write(path)
         return self._tokens[:size]
 
@@ -132,14 +136,16 @@ class _PenalizedText:
 
 @dataclass(frozen=True, slots=True)
 class _Repetitions:
-    """The repetitions at the end of a text. Their size depends on how often its last token occurs, not on the text.
+    """The repetitions at the end of a text. Their size depends on how often the last token occurs, not on the length of
+    the text.
 
     Attributes:
         size: Number of tokens of the text.
         path: Drafted tokens at the end of the text.
-        at: Earlier places of the last token, ascending, [n].
-        common: For each of these places, how many tokens before and at it equal the last tokens of the text, [n].
-        breaker: Places of the first token of the last breaker, and after it.
+        at: Earlier places of the last token, in ascending order, [n].
+        common: For each of these places, the number of tokens that end there and equal the last tokens of the text,
+            [n].
+        breaker: The place of the last breaker's first token, and the place after the breaker.
     """
 
     size: int
@@ -170,10 +176,10 @@ class _Repetitions:
         tokens = text.up_to(size, path)
         at = np.flatnonzero(tokens[:-1] == token).astype(np.int32)
         common = np.ones(len(at), np.int32)
-        # The repetitions that go on, by their new places and by their old ones.
+        # The repetitions that continue, selected on the left by their new places, and on the right by their old places.
         longer = (at > 0) & (tokens[at - 1] == tokens[size - 2])
         common[longer] += self.common[tokens[self.at + 1] == token]
-        # A breaker that begins earlier has been completed before, if at all.
+        # If a breaker begins earlier than this, it was completed by an earlier token, if at all.
         start = max(size - _MOST_TAIL - 1, 0)
         found = breakers.last(tokens[start:].tolist())
         breaker = (start + found[0], start + found[1]) if found else self.breaker
@@ -181,9 +187,9 @@ class _Repetitions:
 
 
 class Dry:
-    """Subtracts DRY's penalty, which depends only on the tokens before a row.
+    """A processor that subtracts DRY's penalty. The penalty depends only on the tokens before a row.
 
-    The committed text is read once and then grows token by token. Drafted paths are appended to it temporarily.
+    The committed text is read once, and then extended token by token. Drafted paths are appended to it temporarily.
     """
 
     def __init__(
@@ -200,7 +206,7 @@ class Dry:
             multiplier: See the module's docstring.
             base: See the module's docstring.
             allowed_length: See the module's docstring.
-            last_n: Number of last tokens of prompt and reply to look at. -1 means all.
+            last_n: Number of last tokens of the text to look at. -1 means all tokens.
             breakers: Sequence breakers.
         """
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
@@ -229,7 +235,8 @@ class Dry:
         return _Repetitions.of(prefix.token_ids, self._breakers), len(prefix.token_ids)
 
     def _repeated(self, state: _Repetitions, width: int) -> dict[int, int]:
-        """Return the tokens below `width` that would extend a repetition, each with the length of the longest one."""
+        """Return the tokens below `width` that would extend a repetition, and for each token the length of the longest
+        such repetition."""
         size = state.size if self._last < 0 else min(self._last, state.size)
         if size <= self._allowed:
             return {}
@@ -250,7 +257,8 @@ class Dry:
         return dict(zip(tokens.tolist(), sizes.tolist(), strict=True))
 
     def _places(self, state: _Repetitions) -> tuple[Counts, Counts]:
-        """Return the places of repetitions and their lengths. If length 0 is penalised, every place is one."""
+        """Return the places of repetitions, and their lengths. If repetitions of length 0 are penalised, every place is
+        one."""
         if self._allowed:
             return state.at, state.common
         common = np.zeros(max(0, state.size - 1), np.int32)

@@ -1,8 +1,8 @@
 """Structured output: any JSON object, a JSON schema, a regular expression, a Lark grammar.
 
 A grammar is a logits processor. At each row, drafted or not, it bans the tokens that are not allowed there. So it works
-with every drafter and every rule, and the text equals plain decoding. If only one continuation is possible,
-`Matcher.forced` finds it without a model, and the engine drafts it.
+with any drafter and any acceptance rule, and the text equals plain decoding. If only one continuation is possible,
+`Matcher.forced` finds it without a model, and the engine uses it as a draft.
 
 llguidance (the extra "grammar") computes the masks. It is imported when a grammar is created.
 """
@@ -36,7 +36,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 _COMPILED, _SOURCES = 384 * 2**20, 16 * 2**20
-"""Sizes in bytes of the caches of compiled grammars and of their sources."""
+"""Sizes, in bytes, of the cache of compiled grammars and of the cache of grammars in llguidance's form."""
 _GROWTH = 12 * 2**20
 """Maximum growth of a compiled grammar while it is used, in bytes (`grammar_compile._STATES`)."""
 
@@ -45,14 +45,14 @@ _GROWTH = 12 * 2**20
 class Grammar:
     """A constraint on the text of a reply. Create one with `json`, `json_schema`, `regex` or `lark`.
 
-    The whole reply follows the grammar. EOS is allowed only where the text may end, and is forced where nothing else is
-    allowed. If `max_new_tokens` or a stop string ends the reply early, the reply is the beginning of a valid text.
+    The whole reply follows the grammar. EOS is allowed only where the text may end, and is forced where no other token
+    is allowed. If `max_new_tokens` or a stop string ends the reply early, the reply is the beginning of a valid text.
 
     Attributes:
         kind: "json_schema", "regex" or "lark".
         text: The schema, pattern or grammar.
-        whitespace: Allow any white space between the tokens of JSON.
-        size: Measured size of the compiled grammar in bytes; 0 if unknown.
+        whitespace: True to allow any white space between the tokens of JSON.
+        size: Measured size of the compiled grammar, in bytes. 0 if it has not been measured.
 
     Raises:
         InvalidOption: If the grammar is not valid or not supported.
@@ -80,12 +80,12 @@ class Grammar:
     def json_schema(schema: Mapping[str, Any] | bool | str, *, whitespace: bool = False) -> Grammar:
         """Allow JSON that follows a schema, with properties in the schema's order.
 
-        By default the text is one line in the format of `json.dumps`, so that the model chooses only the values. An
+        By default, the text is a single line in the format of `json.dumps`, so the model chooses only the values. An
         object with `properties` has no other keys unless the schema allows them.
 
         Args:
             schema: A dict, or JSON text. Its key "x-guidance" sets llguidance's options.
-            whitespace: Allow any white space between tokens.
+            whitespace: True to allow any white space between tokens.
 
         Raises:
             InvalidOption: If the schema cannot be enforced. With {"x-guidance": {"lenient": true}} in the schema,
@@ -106,13 +106,14 @@ class Grammar:
     def regex(pattern: str) -> Grammar:
         """Allow text that matches the whole pattern.
 
-        The syntax is the one of Rust's regex crate, which has no look-around and no back-references.
+        It has the syntax of Rust's regex crate, which has no look-around and no back-references.
         """
         return Grammar("regex", pattern)
 
     @staticmethod
     def lark(text: str) -> Grammar:
-        """Allow text of a context-free grammar in llguidance's dialect of Lark. The first rule is `start`."""
+        """Allow the texts of a context-free grammar, written in llguidance's dialect of Lark. The first rule is
+        `start`."""
         return Grammar("lark", text)
 
     def matcher(
@@ -124,13 +125,13 @@ class Grammar:
         late: Collection[int] = (),
         further: Collection[int] = (),
     ) -> Matcher:
-        """Create the matcher of one reply.
+        """Create the matcher for one reply.
 
         Args:
-            tokenizer: Tokenizer of the model.
-            size: Number of tokens of the model.
+            tokenizer: The model's tokenizer.
+            size: Number of tokens in the model's vocabulary.
             ends: Tokens that end every text.
-            least: Number of tokens before which no token of `late` may come, unless the grammar allows nothing else.
+            least: Minimum number of tokens before a token of `late` may come, unless the grammar allows no other token.
             late: See `least`.
             further: Additional tokens that end this text.
 
@@ -146,7 +147,8 @@ class Grammar:
         return Matcher(made.matcher, known, least, frozenset(late), frozenset(further) - known, made)
 
     def _source(self) -> str:
-        """Convert the grammar to llguidance's form and check it, without a model. Raise `InvalidOption` on errors."""
+        """Convert the grammar to llguidance's form, and check it without a model. Raise `InvalidOption` if it is not
+        valid."""
         check_installed()
 
         def make() -> tuple[str, int]:
@@ -172,19 +174,19 @@ class Grammar:
 
 
 class Compiled:
-    """A compiled grammar at the start of a text. Copies cost nothing and share its lexer states."""
+    """A compiled grammar at the start of a text. Copies of it cost nothing, and share its lexer states."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
-        """Hold a compiled grammar. `size` is its size in bytes, including growth."""
+        """Hold a compiled grammar. `size`: Its size in bytes, including its possible growth."""
         self.matcher, self.size = matcher, size
 
 
 _live: WeakValueDictionary[Hashable, Compiled] = WeakValueDictionary()
-"""All compiled grammars, including evicted ones that active replies still use."""
+"""All compiled grammars, including evicted grammars that active replies still use."""
 
 
 def live_bytes() -> int:
-    """Return the total size in bytes of all compiled grammars, cached or in use."""
+    """Return the total size, in bytes, of all compiled grammars that are cached or in use."""
     return sum(one.size for one in list(_live.values()))
 
 
@@ -223,7 +225,7 @@ def _named(kind: Kind) -> Iterator[None]:
 
 
 def refused(kind: Kind, said: str) -> InvalidOption:
-    """Return the error for a grammar of this kind. `said` is llguidance's message."""
+    """Return the error for a grammar of this kind. `said`: llguidance's message."""
     return InvalidOption(
         f"{NAMES[kind]} cannot be used: {one_line(said)}",
         "Change it as described in Paceline's docs/how-to/structured-output.md",
@@ -241,7 +243,7 @@ def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list
     """Return the bytes that each token adds to a text, and the ids of tokens that cannot occur as text."""
     names = {i: name.encode(errors="replace") for name, i in tokenizer.vocabulary.items()}
     texts = {i: said for i, said in tokenizer.token_bytes.items() if i not in ends}
-    # A model may have more rows than its tokenizer has tokens.
+    # A model's vocabulary may be larger than its tokenizer's.
     return [texts.get(i, names.get(i, b"")) for i in range(size)], [
         i for i in range(size) if i in names and i not in texts
     ]

@@ -1,4 +1,5 @@
-"""Compiling grammars with llguidance. This also runs in forks of the helper process (`paceline.text.sandbox`)."""
+"""The compilation of grammars with llguidance. This code also runs in forks of the helper process
+(`paceline.text.sandbox`)."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ _ANY_SPACE: JsonCompileOptions = {}
 ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line. A small model that may write white space sometimes writes nothing else."""
 _STATES = 100_000
-"""Maximum number of lexer states of a grammar, which take some 10 MB."""
+"""Maximum number of lexer states of a grammar. They take about 10 MB."""
 _ITEMS = 5000
-"""Maximum number of parser items per mask, which take some 5 ms. Without a limit, ambiguous grammars take ever
-longer."""
+"""Maximum number of parser items per mask. They take about 5 ms. Without a limit, ambiguous grammars would take longer
+and longer."""
 
 
 def source(kind: str, text: str, whitespace: bool) -> str:
-    """Convert a grammar to llguidance's form and check it, without a model.
+    """Convert a grammar to llguidance's form, and check it without a model.
 
     Raises:
         ValueError: If the grammar is not valid or not supported.
@@ -41,7 +42,7 @@ def source(kind: str, text: str, whitespace: bool) -> str:
         schema = json_schema.enforceable(json.loads(text), _ANY_SPACE if whitespace else ONE_LINE)
         made = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     wrong: str = LLMatcher.validate_grammar(made)
-    # Warnings only advise how to write the grammar better.
+    # Ignore warnings, which only advise how to write a better grammar.
     if wrong and not wrong.startswith("WARNING"):
         raise ValueError(wrong)
     return made
@@ -64,7 +65,7 @@ def matcher(words: LLTokenizer, made: str) -> LLMatcher:
 
 
 def one_line(said: str) -> str:
-    """Return llguidance's message without its state dump."""
+    """Return llguidance's message without the dump of its state."""
     line = " ".join(said.partition("<state>")[0].split())
     return line if len(line) <= 300 else line[:300] + "..."
 
@@ -74,7 +75,7 @@ class TokenTable:
 
     Attributes:
         tokens: Bytes of each token.
-        special_token_ids: Ids of tokens that cannot occur as text.
+        special_token_ids: Ids of the tokens that cannot occur as text.
         eos_token_id: The lowest end token.
     """
 

@@ -1,4 +1,5 @@
-"""The state of a reply in its grammar: masks for the target and for drafters, and tokens that must follow."""
+"""The state of a reply in its grammar. It gives masks for the target and for drafters, and the tokens that must
+follow."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 class Matcher(Forcing):
     """The state of one reply in its grammar.
 
-    Committed text is read once. A drafted path is read after it, and rolled back for the next row. The mask of a row
-    depends only on its prefix, not on the order of rows. Masks that were computed for a draft are reused in
-    verification.
+    The committed text is read once. A drafted path is read after it, and is rolled back for the next row. The mask of a
+    row depends only on its prefix, not on the order of the rows. Verification reuses the masks that were computed for a
+    draft.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Matcher(Forcing):
             least: See `Grammar.matcher`.
             late: See `Grammar.matcher`.
             further: End tokens that `compiled` does not know.
-            held: Object to keep alive, so that the grammar's size is counted while the reply is active.
+            held: An object to keep alive, so that the grammar's size counts as long as the reply is active.
         """
         self._compiled, self._ends, self._held = compiled, ends | further, held
         self._further = sum(1 << token for token in further)
@@ -61,9 +62,9 @@ class Matcher(Forcing):
         self._now = self._compiled.deep_copy()
         self._read: list[int] = []
         self._sure = 0
-        """Number of committed tokens among the tokens read."""
+        """Number of committed tokens among the tokens that have been read."""
         self._runs: list[_ForcedTokens | None] = [None]
-        """Forced tokens after each token read, None if not computed."""
+        """For each token that has been read, the forced tokens after it. None if they have not been computed."""
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         """Set the logits of forbidden tokens to -inf, in place.
@@ -91,7 +92,7 @@ class Matcher(Forcing):
             return row
         if len(self._caps) != len(allowed):
             self._caps = np.empty((len(allowed), 8), np.float32)
-        # Without a branch for each token, this is many times faster than filling by a mask.
+        # This has no branch per token, so it is many times faster than a masked fill.
         _ceilings().take(np.frombuffer(allowed, np.uint8), 0, self._caps, "clip")
         caps = torch.from_numpy(self._caps.reshape(-1))[: len(row)]
         row[len(caps) :] = -torch.inf
@@ -100,7 +101,8 @@ class Matcher(Forcing):
         return row
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must follow. Return none if there is a choice or the text may end."""
+        """Return up to `limit` tokens that must follow. The list is empty if there is a choice, or if the text may
+        end."""
         run: _ForcedTokens = self._safely(self._forced, prefix)
         return run.tokens[run.at : run.at + limit]
 
@@ -141,7 +143,7 @@ class Matcher(Forcing):
         return bool(self._read) and self._read[-1] in self._ends
 
     def _go(self, prefix: Prefix) -> bool:
-        """Move to the end of this prefix's reply, or to its end token. Return True if the grammar allows the reply."""
+        """Move to the end of the prefix's reply, or to its end token. Return True if the grammar allows the reply."""
         wanted = [*prefix.token_ids[prefix.num_prompt_tokens + self._sure :], *prefix.path]
         have = self._read[self._sure :]
         same = 0
@@ -154,7 +156,8 @@ class Matcher(Forcing):
         return stands
 
     def _back(self, count: int) -> bool:
-        """Roll back `count` tokens. Return False after a reset: then all tokens must be read again."""
+        """Roll back `count` tokens. Return False if the state was reset instead, so that all tokens must be read
+        again."""
         if not count:
             return True
         # llguidance never receives end tokens.
@@ -181,8 +184,8 @@ class Matcher(Forcing):
     def _run(self) -> _ForcedTokens:
         """Return the forced tokens at the current state.
 
-        They are computed once, at the start of a forced run. llguidance tokenizes the whole run each time, and might
-        tokenize it differently in the middle.
+        They are computed once, at the start of a forced run. llguidance tokenizes the whole run in each call, and in
+        the middle of the run it might tokenize the rest differently.
         """
         run = self._runs[-1]
         if run is None:
@@ -216,16 +219,19 @@ class _ForcedTokens:
         return self.tokens[self.at]
 
     def rest(self) -> _ForcedTokens | None:
-        """Return the tokens after the next one. Return None after the last one, when further tokens may be forced."""
+        """Return the forced tokens after the next token. Return None after the last of them, because more tokens may be
+        forced then."""
         return _ForcedTokens(self.tokens, self.at + 1) if self.at + 1 < len(self.tokens) else None
 
 
 _Allowed = int | bytes | None
-"""The only token that may follow, or a bit mask of several (b"" for none), or None if any token may follow."""
+"""The tokens that may follow: the id of the only one, a bit mask of several tokens (b"" for no token), or None if any
+token may follow."""
 
 
 @cache
 def _ceilings() -> Floats:
-    """Return the upper bounds of logits for each byte of a mask, [256, 8]: inf for allowed tokens, -inf for others."""
+    """Return, for each byte of a mask, the upper bounds of its tokens' logits, [256, 8]. The bound is inf for allowed
+    tokens, and -inf for all others."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32(np.inf), np.float32(-np.inf))

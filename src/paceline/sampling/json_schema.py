@@ -1,8 +1,8 @@
-"""Rewriting clients' JSON schemas so that llguidance can enforce them.
+"""Rewrites clients' JSON schemas such that llguidance can enforce them.
 
-The rewritten schema never allows more than the original schema. It allows less only for objects with `properties`: they
-get no other keys, since a model that may add keys adds them without end. A keyword that cannot be enforced is an error.
-With "lenient" in "x-guidance", such keywords are ignored and logged.
+The rewritten schema never allows more than the original schema. It allows less only for objects with `properties`. They
+get no other keys, because a model that may add keys adds them without end. A keyword that cannot be enforced is an
+error. With "lenient" in "x-guidance", such keywords are ignored and logged.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _OF_ANY_NAME = {"type", "title", "description", "format", "default", "examples",
 _HIGHEST, _LOWEST = 2**63 - 1024, 1024 - 2**63
 """Bounds of numbers that llguidance supports."""
 _ARRAYS = 400
-"""Maximum number of arrays without repeated items to write out. There are 326 of up to 5 values."""
+"""Maximum number of arrays to enumerate for arrays without repeated items. With 5 values, there are 326 arrays."""
 _ITEMS = 100
-"""Maximum number of items of an array whose items should differ, where no other limit is given."""
+"""Maximum number of items in an array whose items should differ, if the schema gives no limit."""
 
 
 def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
@@ -46,7 +46,7 @@ def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
     Args:
         schema: The client's schema.
         options: Default values of llguidance's options, which "x-guidance" in the schema overrides. With "lenient",
-            keywords that cannot be enforced are ignored, and each is logged once.
+            keywords that cannot be enforced are ignored, and each of them is logged once.
 
     Raises:
         ValueError: If a keyword cannot be enforced. The message names it.
@@ -62,7 +62,7 @@ def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
 
 
 def guide(schema: Mapping[str, Any], lenient: bool = True) -> Schema:
-    """Set "lenient" in the "x-guidance" of a schema, unless the schema sets it."""
+    """Return a schema with "lenient" set in its "x-guidance", unless the schema sets it itself."""
     return {**schema, "x-guidance": {"lenient": lenient, **mapping(schema.get("x-guidance"))}}
 
 
@@ -75,10 +75,11 @@ class _Rewriter:
     def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
         self._document, self._lenient = SchemaDocument(root), lenient
         self._open: dict[tuple[str, int], str] = {}
-        """(Reference, number of an object) -> name of the reference's copy in the description of this object."""
+        """(Reference, number of an object) -> name of the copy of the reference's target in the description of this
+        object."""
         self._group = 0
         self._forbidden: dict[int, list[Schema]] = {}
-        """Identity of a choice -> keys that each of its branches must not have."""
+        """`id` of a choice -> for each of its branches, the keys that it must not have."""
         self._copies: Schema = {}
 
     def root(self) -> Schema:
@@ -95,7 +96,7 @@ class _Rewriter:
 
         Args:
             schema: A schema.
-            part: True if it is one of several schemas that describe the same object. Then the object is closed as a
+            part: True if the schema is one of several that describe the same object. The object is then closed as a
                 whole.
         """
         if not isinstance(schema, Mapping):
@@ -143,7 +144,7 @@ class _Rewriter:
         if isinstance(bound, bool) or not isinstance(bound, int | float) or _LOWEST <= bound <= _HIGHEST:
             return
         outward = (bound > 0) == key.lower().endswith("maximum")
-        if outward and abs(bound) >= 1.797e308:  # larger than any float
+        if outward and abs(bound) >= 1.797e308:  # exceeds the range of floats
             del made[key]
         elif outward:
             made[key] = _HIGHEST if bound > 0 else _LOWEST
@@ -151,13 +152,13 @@ class _Rewriter:
             self._refuse(made, key, f"{key} {bound}")
 
     def _choices(self, made: Schema) -> None:
-        """Replace oneOf by anyOf if the branches exclude each other. Then both mean the same."""
+        """Replace oneOf by anyOf if the branches exclude each other, because both then have the same meaning."""
         branches = made.get("oneOf")
         if not isinstance(branches, list):
             return
         if len(branches) > 1 and not disjoint(self._document, branches):
             if not self._lenient:
-                return  # llguidance may support it
+                return  # llguidance may support this oneOf
             _note("the exclusiveness of oneOf")
         del made["oneOf"]
         if "anyOf" in made:
@@ -179,7 +180,7 @@ class _Rewriter:
             made["allOf"] = [*listed(made.get("allOf")), *({"pattern": other} for other in others)]
 
     def _unique(self, made: Schema) -> None:
-        """For arrays with unique items out of a few values, enumerate all arrays."""
+        """Enumerate all arrays if the items are unique and allow only a few values."""
         if "uniqueItems" not in made:
             return
         least, most, values = (
@@ -202,7 +203,8 @@ class _Rewriter:
         made["enum"] = arrays
 
     def _limit_items(self, made: Schema, values: list[Any]) -> None:
-        """Bound an array whose items should differ and may not: a small model repeats an item without end."""
+        """Limit the length of an array whose items should be unique, if that cannot be enforced. A small model would
+        repeat an item without end."""
         least, most = made.get("minItems", 0), made.get("maxItems")
         different = len(values) or max(_ITEMS, len(listed(made.get("prefixItems"))))
         if isinstance(least, int) and (most is None or (values and isinstance(most, int))):
@@ -271,7 +273,7 @@ class _Rewriter:
     # Objects
 
     def _close(self, made: Schema, parts: list[Mapping[str, Any]], single: bool) -> None:
-        """Forbid other keys in an object, unless one of its parts allows some explicitly.
+        """Forbid other keys in an object, unless one of its parts explicitly allows some.
 
         Args:
             made: The schema to change.
@@ -294,7 +296,7 @@ class _Rewriter:
 
         Args:
             made: The schema to change.
-            part: True if it is itself a part of the description of an object, which is closed as a whole.
+            part: True if the schema is only a part of an object's description. The object is then closed as a whole.
         """
         if part:
             return True
@@ -313,7 +315,7 @@ class _Rewriter:
     def _separate(self, made: Schema) -> None:
         """Record the keys that each branch of a choice must not have, because only other branches have them.
 
-        A closed object allows the keys of all branches.
+        This is necessary because a closed object allows the keys of all branches.
         """
         for choice in [
             one[key] for one in self._document.parts(made) for key in ("anyOf", "oneOf") if listed(one.get(key))
@@ -327,7 +329,7 @@ class _Rewriter:
             ]
 
     def _inside(self, made: Schema, parts: bool) -> Schema:
-        """Rewrite the schemas within `made`. `parts` is True if they describe the same object together."""
+        """Rewrite the schemas within `made`. `parts`: True if they describe the same object together."""
         for key in _MAPS:
             if isinstance(made.get(key), Mapping):
                 made[key] = {name: self._schema(one) for name, one in made[key].items()}

@@ -1,4 +1,4 @@
-"""Writing expressions of llguidance's Lark grammars."""
+"""Expressions for llguidance's Lark grammars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
     Args:
         text: The text.
-        special: Special token -> id. The expression matches the token where the text contains its name.
+        special: Special token -> id. Where the text contains the name of a special token, the expression matches the
+            token.
     """
     parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
     found = [f"<[{special[part]}]>" if part in special else quoted(part) for part in parts if part]
@@ -30,10 +31,10 @@ def quoted(text: str) -> str:
 
 
 def json_of(schema: Mapping[str, Any]) -> str:
-    """Return the expression that matches JSON of a schema, on one line.
+    """Return the expression that matches JSON that follows a schema, on a single line.
 
     Raises:
-        InvalidOption: If the schema cannot be enforced and says that it is not only a guide.
+        InvalidOption: If the schema cannot be enforced, and sets "lenient" to false.
     """
     try:
         return f"%json {json.dumps(enforceable(guide(schema), ONE_LINE))}"

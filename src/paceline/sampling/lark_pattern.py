@@ -1,4 +1,4 @@
-"""Converting Lark grammars to regular expressions. Only regular grammars can be converted."""
+"""Converts Lark grammars to regular expressions. Only regular grammars can be converted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IMPORTED = {
     "CNAME": "[A-Za-z_][A-Za-z0-9_]*",
     "HEXDIGIT": "[0-9A-Fa-f]",
 }
-"""Terminals of Lark's `common` module."""
+"""Terminals of Lark's `common` module, as regular expressions."""
 _TOKEN = re.compile(
     r'\s*(?:(?P<text>"(?:[^"\\\n]|\\.)*")|(?P<regex>/(?:[^/\\\n]|\\.)+/)|(?P<name>[A-Za-z_]\w*)'
     r"|(?P<count>~\s*\d+(?:\s*\.\.\s*\d+)?)|(?P<other>[()|?*+\[\]]))"
@@ -42,7 +42,7 @@ def pattern_of(grammar: str) -> str | None:
 
 
 def _rules(grammar: str) -> dict[str, str]:
-    """Return rule -> its right side."""
+    """Return the rules of a grammar: name of a rule -> its right side."""
     rules: dict[str, str] = {}
     name = ""
     for line in grammar.splitlines():

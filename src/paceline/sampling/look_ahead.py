@@ -1,7 +1,8 @@
-"""Rewriting patterns with look-ahead as several patterns without it, since llguidance does not support look-ahead.
+"""Rewrites a pattern with look-ahead as several patterns without it, because llguidance does not support look-ahead.
 
-A text that matches `^(?=A)B` matches both `^A` and `^B`. `^(?!A)B` needs the complement of `^A`. It is implemented here
-for the forms that validators use: a class up to the end, a forbidden beginning, and a forbidden substring.
+A text that matches `^(?=A)B` matches both `^A` and `^B`. For `^(?!A)B`, the complement of `^A` is needed. This module
+has it for the forms that validators use: a character class up to the end, a forbidden beginning, and a forbidden
+substring.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def has_look_around(pattern: str) -> bool:
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
-    """Rewrite a pattern without look-ahead.
+    """Rewrite a pattern such that it needs no look-ahead.
 
     Returns:
-        Patterns. A text matches all of them if and only if it matches `pattern`. None if the pattern cannot be
+        Patterns such that a text matches all of them if and only if it matches `pattern`. None if the pattern cannot be
         rewritten.
     """
     if pattern in _EQUAL:
@@ -58,7 +59,8 @@ def without_look_ahead(pattern: str) -> list[str] | None:
 
 
 def _complement(body: str) -> str | None:
-    """Return a pattern of the texts that do not begin with a match of `body`, or None if it is not known."""
+    """Return a pattern that matches the texts that do not begin with a match of `body`, or None if no such pattern is
+    known."""
     if hit := _ONLY_CLASS.fullmatch(body):
         other = _negated(hit[1])
         return other if hit[2] == "*" else f"^$|{other}"
@@ -75,7 +77,8 @@ def _complement(body: str) -> str | None:
 
 
 def _unlike(atoms: list[str], whole: bool) -> str:
-    """Return a pattern of the texts that do not begin with these atoms or, if `whole`, are not equal to them."""
+    """Return a pattern that matches the texts that do not begin with these atoms or, if `whole` is True, are not equal
+    to them."""
     rest = r"[\s\S]" if whole else None
     for atom in reversed(atoms):
         after = "" if rest is None else f"|{atom}(?:{rest})"
@@ -84,7 +87,7 @@ def _unlike(atoms: list[str], whole: bool) -> str:
 
 
 def _negated(atom: str) -> str:
-    """Return a character class of all characters that an atom does not match."""
+    """Return a character class that contains all characters that an atom does not match."""
     if atom.startswith("[^"):
         return f"[{atom[2:]}"
     inner = atom[1:-1] if atom.startswith("[") else re.escape(atom) if len(atom) == 1 else atom

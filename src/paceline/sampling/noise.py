@@ -1,11 +1,11 @@
 """Gumbel noise from a counter-based hash: (seed, sample, position, token) always gives the same number.
 
-A token is sampled as `argmax(logits / T + gumbel)`. The noise depends on the *place in the text*, not on the time of
-the draw. So seed, prompt and sampling parameters decide the text. A drafter that ranks its candidates with the same
-noise proposes the tokens that the target is likely to draw. Source of the coupling: Daliri, Musco, Suresh, "Coupling
-without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
+A token is sampled as `argmax(logits / T + gumbel)`. The noise depends on the *place in the text*, not on when it is
+drawn. So seed, prompt and sampling parameters decide the text. A drafter that ranks its candidates with the same noise
+proposes tokens that the target is likely to draw. Source of the coupling: Daliri, Musco, Suresh, "Coupling without
+communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 
-Rules that keep only the distribution need independent draws instead. They use streams.
+Acceptance rules that keep only the distribution need independent draws instead. They use streams.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
 
 HIGHEST = float(np.float32(-math.log(-math.log1p(-(2.0**-33)))))
-"""Highest possible noise (22.87), since the hash has 32 bits."""
+"""The highest possible noise (22.87). There is a maximum because the hash has 32 bits."""
 
 _FEW = 512
-"""The noise of all columns is computed up to this number of columns. Above it, this many columns are sampled to find a
-bound for the others."""
+"""Up to this number of columns, the noise of all columns is computed. If there are more, this many columns are sampled
+to find a bound for the others."""
 
 
 DRAFT, ACCEPT, EXCLUDE = 0, 1, 2
-"""Streams of the drafter's draws, of the decisions about acceptance, and of XTC's decisions (one for each position).
-The target's own token is drawn with the noise of the position at which the round starts, so without drafts it gives the
-same text as `match`."""
+"""The streams for the drafter's draws, for decisions about acceptance, and for XTC's decisions (one per position). The
+token that the target adds is drawn with the noise of the position at which the round starts. So without drafts, the
+text is the same as with `match`."""
 
 
 def _mix64(x: int) -> int:
@@ -62,12 +62,12 @@ def _mix32_(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 class Noise:
     """The noise of one reply.
 
-    It is computed on the host with NumPy. Hashing a few tokens takes a tenth of the time of small tensor operations,
+    It is computed on the host with NumPy. For a few tokens, this takes a tenth of the time of small tensor operations,
     and gives the same numbers for every device.
 
     Attributes:
         seed: The user's seed.
-        sample: Number of the reply among several replies to one prompt.
+        sample: Index of the reply among several replies to the same prompt.
     """
 
     seed: int
@@ -86,16 +86,17 @@ class Noise:
         return torch.from_numpy(_gumbel(self._hash(position, tokens.cpu().numpy()))).to(tokens.device)
 
     def best(self, position: int, scores: Floats, tokens: Ids | None = None, count: int = 1) -> tuple[Ids, Floats]:
-        """Return the tokens with the highest scores + noise. The result is exact, but little of the noise is computed.
+        """Return the tokens for which score + noise is highest. The result is exact, although only a small part of the
+        noise is computed.
 
         Args:
             position: Position in the text.
-            scores: [n], without +inf and NaN. At least one must be finite; -inf never wins.
-            tokens: Token ids of the scores, ascending, [n]. None means 0 to n - 1.
+            scores: [n], without +inf and NaN. At least one score must be finite. A score of -inf never wins.
+            tokens: Token ids of the scores, in ascending order, [n]. None means 0 to n - 1.
             count: Number of tokens to return.
 
         Returns:
-            Token ids and sums, highest first. Ties go to the lowest id.
+            Token ids and sums, highest first. A tie goes to the lowest id.
         """
         columns = finite(scores) if len(scores) <= _FEW else self._candidates(position, scores, tokens, count)
         ids = columns if tokens is None else tokens[columns]
@@ -104,11 +105,11 @@ class Noise:
         return ids[order], sums[order]
 
     def _candidates(self, position: int, scores: Floats, tokens: Ids | None, count: int) -> Ids:
-        """Return a few columns, ascending, that include the `count` best ones.
+        """Return a few columns, in ascending order, that include the `count` best columns.
 
-        The bound is the `count`-th best sum of some columns near the top. Only columns with enough noise can exceed it.
-        The noise g = -log(-log u) raises a score s to the bound only if 1 - u <= -log u = exp(-g) <= exp(s - bound). So
-        an integer hash and an exponential decide for each column.
+        The bound is the `count`-th best sum among some columns near the top. Only columns with enough noise can exceed
+        it. The noise g = -log(-log u) raises a score s to the bound only if 1 - u <= -log u = exp(-g) <= exp(s -
+        bound). So for each column, an integer hash and an exponential are enough to decide.
         """
         some = highest(scores, count)
         if len(some) < count:
@@ -131,20 +132,21 @@ class Noise:
         """Return 32 random bits per token."""
         key = self._key(position)
         mixed = _mix32_(_mix32_(tokens.astype(np.uint32) ^ np.uint32(key & _MASK32)) ^ np.uint32(key >> 32))
-        # Flip the sign bit, so that seeds give the same texts as in versions where the hash was a signed number.
+        # Flip the sign bit, so that a seed gives the same text as in older versions, where the hash was a signed
+        # number.
         return mixed ^ np.uint32(1 << 31)
 
     def uniform(self, position: int) -> float:
-        """Return a uniform number of 53 bits in [0, 1)."""
+        """Return a random number from the uniform distribution over [0, 1), with 53 bits."""
         return (self._key(position) >> 11) * 2.0**-53
 
     def stream(self, *key: int) -> Noise:
         """Return independent noise for a key of integers >= 0.
 
-        The decision of a rule may depend on tokens that are then rejected (block verification looks at the whole
-        chain), and the next round drafts these positions again. Given the outcome of the decision, the numbers behind
-        it are no longer random, so they must not be used again. Therefore the keys of drafts and of acceptance begin
-        with the position at which the round starts, which is different in every round of a reply.
+        A rule's decision may depend on tokens that are then rejected (block verification looks at the whole chain), and
+        the next round drafts the same positions again. Once the outcome of a decision is known, the numbers behind it
+        are no longer random, so they must not be used again. Therefore, the keys of drafts and of acceptance begin with
+        the position at which the round starts. This position is different in every round of a reply.
         """
         seed = self._key(len(key))
         for part in key:
@@ -156,8 +158,8 @@ class Noise:
 
 
 def _gumbel(hashed: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-    """Compute -log(-log u) in float64 and round once, so that machines agree although their logarithms may differ in
-    the last bit."""
+    """Compute -log(-log u) in float64, and round once. So machines agree, although their logarithms may differ in the
+    last bit."""
     uniform = (hashed + 0.5) * 2.0**-32
     noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
     return noise.astype(np.float32)

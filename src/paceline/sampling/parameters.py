@@ -1,4 +1,4 @@
-"""The sampling parameters of a reply, and their validation."""
+"""The sampling parameters of a reply, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size")
-"""Parameters that a model's generation_config.json may recommend."""
+"""The parameters that a model's generation_config.json may recommend."""
 
 
 def changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
-    """Return a copy of `sampling` with changed parameters. Raise `InvalidOption` for an unknown parameter."""
+    """Return a copy of `sampling` with changed parameters. Raise `InvalidOption` if a parameter is unknown."""
     known = [field.name for field in fields(Sampling)]
     for name in changes:
         if name not in known:
@@ -44,7 +44,8 @@ def changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
 
 
 def recommended(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that a generation_config.json recommends. Empty if it does not sample."""
+    """Return the parameters that a generation_config.json recommends. The result is empty if it recommends greedy
+    decoding."""
     own = {name: generation[name] for name in RECOMMENDED if generation.get(name) is not None}
     if not generation.get("do_sample", bool(own.get("temperature"))):
         return {}
@@ -60,13 +61,13 @@ StopWhen = Callable[[Sequence[int], str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's vocabulary, which some parameters need.
+    """A model's vocabulary. Some sampling parameters need it.
 
     Attributes:
         size: Number of tokens.
         eos: End-of-sequence tokens.
         encode: Text -> token ids, without BOS and EOS.
-        tokenizer: The tokenizer, which grammars need.
+        tokenizer: The tokenizer. Grammars need it.
     """
 
     size: int
@@ -100,38 +101,40 @@ class Sampling:
         dry_penalty_last_n: Number of last tokens of prompt and reply where DRY looks for repetitions. -1 means all.
         dry_sequence_breakers: Strings that end a repetition for DRY.
         no_repeat_ngram_size: No n-gram of this size may occur twice in prompt and reply. 0 turns it off.
-        min_new_tokens: EOS and `stop_token_ids` are banned before this many tokens. `stop` and `stop_when` still work.
-        thinking_budget: Maximum number of tokens of `reasoning`. After it, the end of the reasoning is forced. None
-            means no limit.
+        min_new_tokens: EOS and `stop_token_ids` are banned until the reply has this many tokens. `stop` and `stop_when`
+            may still end it earlier.
+        thinking_budget: Maximum number of tokens of reasoning (see `reasoning`). After this number, the end of the
+            reasoning is forced. None means no limit.
         processors: Your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
-            `sampler.Prefix`. They are also called for drafted tokens. An error that they raise there ends the reply
+            `sampler.Prefix`. They are also called for drafted tokens. If they raise an error there, it ends the reply
             only if the reply reaches that token.
-        grammar: Grammar of the reply. If it allows only EOS, EOS comes even before `min_new_tokens`.
+        grammar: Grammar of the reply. If it allows only EOS, the reply ends even before `min_new_tokens`.
         top_n_sigma: Keep tokens with a logit within this many standard deviations of the highest logit. 0 keeps all.
         top_k: Keep the k most likely tokens. 0 keeps all.
         top_p: Keep the most likely tokens until their probabilities add up to p. 1 keeps all, and 0 only the most
             likely token.
         min_p: Keep tokens that are at least min_p times as likely as the most likely token. 0 keeps all.
-        typical_p: Keep tokens with a surprise nearest to the expected surprise until their probabilities add up to p. 1
-            keeps all.
-        xtc_probability: Probability that XTC drops all tokens that are at least as likely as `xtc_threshold`, except
-            the least likely one of them. Seed and position decide for each token. 0 turns it off.
+        typical_p: Keep the tokens whose surprise is nearest to the expected surprise, until their probabilities add up
+            to p. 1 keeps all.
+        xtc_probability: Probability that XTC drops all tokens whose probability is at least `xtc_threshold`, except the
+            least likely of them. The seed and the position decide this for each token of the reply. 0 turns it off.
         xtc_threshold: See `xtc_probability`.
-        rule: How to accept drafted tokens (`verify/rules.py`). "match", the default, gives the same text with any
-            drafter or none. "rejection" and "block" keep the distribution. "typical" is lossy: it changes the
-            distribution.
-        seed: -2**63 <= seed < 2**63, taken modulo 2**63. None draws a seed, which the statistics report.
-        stop: Strings that end the reply. The text stops before them.
+        rule: The acceptance rule for drafted tokens (`verify/rules.py`). "match", the default, gives the same text with
+            any drafter, or without one. "rejection" and "block" keep the distribution. "typical" is lossy: it changes
+            the distribution.
+        seed: A number from -2**63 to 2**63 - 1, taken modulo 2**63. None draws a seed, which the statistics report.
+        stop: Strings that end the reply. The text ends before them.
         stop_token_ids: Tokens that end the reply.
         reasoning: Markers around reasoning at the beginning of the reply, such as ("<think>", "</think>"). Stop strings
-            are ignored between them. The first marker is "" if the prompt ends inside the reasoning. () means no
-            reasoning.
+            are ignored between them. The first marker is "" if the prompt ends inside the reasoning. Empty means that
+            there is no reasoning.
         stop_when: Functions of (token ids of the reply so far, its text so far) that return True where the reply ends.
             They are called after every token, drafted or not, in order. If a round is repeated after a failure, they
             may be called twice for the same token, so the result must depend only on the arguments.
         ignore_eos: Continue after the model's end-of-sequence tokens.
         logprobs: Number of most likely tokens to report with the log-probability of each token. 0 reports only the
-            log-probability of the token itself; None reports nothing. They are computed from the unchanged logits.
+            log-probability of the token itself. None reports no log-probabilities. They are computed from the unchanged
+            logits.
         prediction: Text or token ids that the reply is expected to contain, such as a file to edit. It is used as a
             draft, and does not change the text.
 
@@ -223,10 +226,10 @@ class Sampling:
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
     def sampler(self, sample: int = 0, vocabulary: Vocabulary | None = None) -> Sampler:
-        """Create the sampler of one reply. Draw a seed if there is none.
+        """Create the sampler for one reply. Draw a seed if there is none.
 
         Args:
-            sample: Number of the reply among several replies to one prompt.
+            sample: Index of the reply among several replies to the same prompt.
             vocabulary: The model's vocabulary. None skips the checks of token ids.
 
         Raises:
@@ -249,7 +252,7 @@ class Sampling:
         )
 
     def _processors(self, vocabulary: Vocabulary | None) -> tuple[LogitsProcessor, ...]:
-        """Create the processors in their order."""
+        """Create the logits processors, in the order of their application."""
         words = self._sequences(vocabulary)
         ends = {*self.stop_token_ids, *(vocabulary.eos if vocabulary and not self.ignore_eos else ())}
         if vocabulary:
@@ -267,7 +270,7 @@ class Sampling:
             (self.min_new_tokens and ends and not self.grammar, lambda: MinNewTokens(self.min_new_tokens, ends)),
             (self.thinking_budget is not None, lambda: self._thinking_limit(vocabulary)),
         ]
-        # The grammar comes last, so that no processor can allow a token that it forbids.
+        # The grammar comes last, so that no processor can allow a token that the grammar forbids.
         last = (self._matcher(self.grammar, vocabulary, ends),) if self.grammar else ()
         return (*(make() for wanted, make in own if wanted), *self.processors, *last)
 
@@ -284,7 +287,7 @@ class Sampling:
     def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
         tokenizer = _tokenizer(vocabulary, "a grammar")
         assert vocabulary is not None
-        # A stop token that is ordinary text may also occur inside the grammar's text.
+        # A stop token that stands for ordinary text may also occur inside a text of the grammar.
         over = {token for token in self.stop_token_ids if token not in tokenizer.token_bytes}
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
 

@@ -1,4 +1,4 @@
-"""State of a processor after each prefix. The committed text is read once, and drafted paths are read after it."""
+"""The states of a processor after prefixes. The committed text is read once, and drafted paths are read after it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ State = TypeVar("State")
 
 
 class PrefixStates(Generic[State]):
-    """States that follow from the tokens of a prefix one by one."""
+    """The states that result from reading the tokens of a prefix one by one."""
 
     def __init__(self, begin: Callable[[Prefix], tuple[State, int]], after: Callable[[State, int], State]) -> None:
         """Set the rules.
 
         Args:
-            begin: Returns the state after the first tokens of a new text, and the number of these tokens.
-            after: Returns the state after another token.
+            begin: A function that returns the state after the first tokens of a new text, and the number of these
+                tokens.
+            after: A function that returns the state after another token.
         """
         self._begin, self._after = begin, after
         self._known: dict[tuple[int, ...], State] = {}
-        """Drafted tokens -> state after the committed text followed by these tokens."""
+        """Drafted tokens -> the state after the committed text and these tokens."""
         self._read = -1
 
     def at(self, prefix: Prefix) -> State:
-        """Return the state after a prefix. A text that is shorter than before is read anew."""
+        """Return the state after a prefix. If the text is shorter than before, it is read from the beginning."""
         if self._read != len(prefix.token_ids):
             state, read = self._known.get(()), self._read
             if state is None or read > len(prefix.token_ids):

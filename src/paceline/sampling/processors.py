@@ -1,8 +1,9 @@
 """Logits processors: penalties, biases, bans.
 
-Each processor belongs to one reply. It keeps counts of the committed text, which only grows, and adds the drafted path
-of each row to them. So the cost of a row does not depend on the length of the text. Target and draft model share the
-processors: rows may be on two devices and in two dtypes, and the rows of a draft model may be narrower.
+Each processor belongs to one reply. It counts the tokens of the committed text, which only grows, and adds the drafted
+path of each row to these counts. So the cost of a row does not depend on the length of the text. The target and the
+draft model share the processors, so rows may be on two devices and in two dtypes, and the rows of a draft model may be
+narrower.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from paceline.sampling.sampler import Prefix
 
 
 class _Counts:
-    """Counts of each token in the text, per device."""
+    """The number of occurrences of each token in the text, for each device."""
 
     def __init__(self) -> None:
         self._known: dict[torch.device, tuple[int, Tensor]] = {}
 
     def at(self, prefix: Prefix, row: Tensor, first: int = 0) -> Tensor:
-        """Return read-only counts [V] of the prefix's tokens at position `first` and later, in the row's dtype."""
+        """Return the counts [V] of the prefix's tokens at position `first` and later, in the row's dtype. Do not modify
+        them."""
         done, counts = self._known.get(row.device, (first, row.new_zeros(0)))
         if done < len(prefix.token_ids) or len(counts) < len(row):
             counts = _add(counts, prefix.token_ids[done:], len(row))
@@ -35,7 +37,7 @@ class _Counts:
 
 @torch.inference_mode()  # the counts may have been created in inference mode, by a drafter
 def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
-    """Add tokens to counts and return the result, at least `width` wide."""
+    """Return counts with tokens added. The result has at least `width` columns."""
     width = max(width, len(counts), 1 + max(tokens, default=0))
     if width > len(counts):
         counts = torch.cat([counts, counts.new_zeros(width - len(counts))])
@@ -44,7 +46,7 @@ def _add(counts: Tensor, tokens: Sequence[int], width: int) -> Tensor:
 
 
 class _SeenTokens:
-    """The distinct tokens of the text, per device."""
+    """The distinct tokens of the text, for each device."""
 
     def __init__(self) -> None:
         self._read = self._highest = 0
@@ -66,7 +68,8 @@ class _SeenTokens:
 
 
 class RepetitionPenalty:
-    """Divides positive logits of tokens in prompt or reply by a penalty, and multiplies negative ones by it.
+    """For tokens in the prompt or the reply, divides positive logits by a penalty, and multiplies negative logits by
+    it.
 
     This is the penalty of CTRL (arXiv 1909.05858), as in transformers.
     """
@@ -83,8 +86,8 @@ class RepetitionPenalty:
 
 
 class CountPenalty:
-    """Subtracts `frequency` for each occurrence of a token in the reply, and `presence` if it occurs, as OpenAI
-    does."""
+    """Subtracts `frequency` for each occurrence of a token in the reply, and `presence` once if the token occurs, as in
+    OpenAI's API."""
 
     def __init__(self, frequency: float, presence: float) -> None:
         self._frequency, self._presence = frequency, presence
@@ -133,7 +136,7 @@ class BadWords:
 
 
 class NoRepeatNGram:
-    """Bans every token that would repeat an n-gram of prompt or reply."""
+    """Bans every token that would repeat an n-gram of the prompt or the reply."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -154,7 +157,7 @@ class NoRepeatNGram:
 
 
 class MinNewTokens:
-    """Bans the tokens that end a reply while it is shorter than `count`."""
+    """Bans the tokens that end a reply, as long as the reply is shorter than `count` tokens."""
 
     def __init__(self, count: int, ends: Collection[int]) -> None:
         self._count, self._ends = count, sorted(ends)
@@ -171,13 +174,14 @@ def ban(logits: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def spellings(text: str, encode: Callable[[str], list[int]]) -> set[tuple[int, ...]]:
-    """Return the token sequences of `text` at the start of a reply, within it, and after a space.
+    """Return the token sequences that stand for `text` at the start of a reply, within a reply, and after a space.
 
     Models rarely write other segmentations of the same characters, so these are omitted.
     """
     found = {tuple(encode(text))}
     for lead in ("",) if text[:1].isspace() else ("", " "):
-        # The line break keeps the tokenizer from treating the word as the start of a text. It is removed again.
+        # The line break keeps the tokenizer from treating the word as the start of a text. Its tokens are removed
+        # again.
         line, whole = encode("\n"), encode("\n" + lead + text)
         found.add(tuple(whole[len(line) :] if whole[: len(line)] == line else encode(lead + text)))
     return found - {()}

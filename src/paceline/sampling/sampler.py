@@ -1,4 +1,4 @@
-"""Choosing a token from a row of logits: processors, temperature, truncation, noise."""
+"""The choice of a token from a row of logits: processors, temperature, truncation, noise."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ RuleName = Literal["match", "rejection", "block", "typical"]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The tokens before a row: committed tokens, then the drafted tokens that lead to the row.
+    """The tokens before a row: the committed tokens, followed by the drafted tokens that lead to the row.
 
     Attributes:
-        token_ids: Committed tokens of prompt and reply. This list only grows, so counts of it stay valid.
+        token_ids: Committed tokens of the prompt and the reply. This list only grows, so counts of its tokens stay
+            valid.
         path: Drafted tokens. They may be rejected at the end of the round.
         num_prompt_tokens: Number of prompt tokens in `token_ids`.
     """
@@ -42,16 +43,16 @@ class Prefix:
 
     @property
     def tokens(self) -> list[int]:
-        """Committed and drafted tokens."""
+        """The committed tokens and the drafted tokens."""
         return [*self.token_ids, *self.path]
 
     @property
     def reply(self) -> list[int]:
-        """Committed and drafted tokens, without the prompt."""
+        """The committed tokens and the drafted tokens, without the prompt."""
         return [*self.token_ids[self.num_prompt_tokens :], *self.path]
 
     def tail(self, count: int) -> tuple[int, ...]:
-        """Return the last `count` tokens, or all if there are fewer, without copying the others."""
+        """Return the last `count` tokens, or all tokens if there are fewer. The other tokens are not copied."""
         committed = count - len(self.path)
         if committed <= 0:
             return tuple(self.path[len(self.path) - count :])
@@ -73,14 +74,14 @@ class Forcing(ABC):
 
     @abstractmethod
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must come next. Return none if there is a choice."""
+        """Return up to `limit` tokens that must come next. The list is empty if there is a choice."""
 
 
 _SPARSE = 8
-"""If processors leave less than one token in this many, all other tokens are dropped before further computation."""
+"""If processors leave less than one token in this many, the other tokens are dropped before any further computation."""
 
 _COMPARED = 16
-"""Number of best candidates over which a row's probability is normalised when text is sampled."""
+"""Number of best candidates among which probabilities are normalised if the text is sampled."""
 
 
 @dataclass(slots=True)
@@ -89,9 +90,10 @@ class Ranked:
 
     Attributes:
         tokens: Token ids.
-        scores: Log-probability that each candidate is the target's choice: among all tokens if the text is greedy, or
-            given the noise and among the best few if it is sampled.
-        q: The distribution [V] of the drafter. The candidates were drawn from it in this order, without replacement.
+        scores: For each candidate, the log-probability that the target chooses it. If the text is greedy, this is the
+            log-probability among all tokens. If it is sampled, the noise is taken into account, and the log-probability
+            is among the best few.
+        q: The drafter's distribution [V]. The candidates were drawn from it, in this order and without replacement.
             None if they were not drawn.
     """
 
@@ -105,7 +107,7 @@ class Subset:
     """The part of the target's vocabulary that a drafter knows.
 
     Attributes:
-        ids: Target token of each of the drafter's columns, ascending, int64 [C] on the host.
+        ids: The target's token for each of the drafter's columns, in ascending order, int64 [C] on the host.
         size: Size of the target's vocabulary.
     """
 
@@ -123,8 +125,8 @@ class Sampler:
 
     The target chooses tokens with it, and drafters rank candidates with it, so both use the same noise.
 
-    Rows are shaped on the host, whatever device they come from. A visited row costs one transfer, and the same steps
-    give the same token on every device.
+    Rows are always shaped on the host, whichever device they come from. So a visited row costs one transfer, and the
+    same computation gives the same token for every device.
     """
 
     temperature: float = 0.0
@@ -139,11 +141,11 @@ class Sampler:
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
     draft_failures: int = field(default=0, repr=False, compare=False)
-    """Rows of a drafter that got no candidates because of an error."""
+    """Number of a drafter's rows that got no candidates because of an error."""
 
     def __post_init__(self) -> None:
         if self.greedy:
-            self.rule = "match"  # without randomness, all rules accept the same tokens
+            self.rule = "match"  # if the text is greedy, all rules accept the same tokens
 
     @property
     def greedy(self) -> bool:
@@ -158,11 +160,11 @@ class Sampler:
         return self.rule in ("rejection", "block")
 
     def choose(self, prefix: Prefix, logits: Tensor) -> int:
-        """Choose the token after a prefix. Ties go to the lowest id.
+        """Choose the token after a prefix. A tie goes to the lowest id.
 
         Args:
             prefix: The tokens before the row.
-            logits: The row, [V].
+            logits: The row of logits, [V].
 
         Raises:
             NonFiniteLogits: If the highest logit is not finite.
@@ -170,7 +172,7 @@ class Sampler:
         """
         row = self.process(prefix, logits)
         if self.greedy:
-            scores = row.detach().cpu().numpy()  # NumPy takes a tenth of torch's time
+            scores = row.detach().cpu().numpy()  # NumPy takes a tenth of the time of torch
             token = int(scores.argmax())
             _check_finite(float(scores[token]), logits, len(prefix))
             return token
@@ -180,26 +182,27 @@ class Sampler:
     def rank(
         self, prefix: Prefix, logits: Tensor, paths: Sequence[Sequence[int]], count: int, subset: Subset | None = None
     ) -> list[Ranked]:
-        """Return the most likely choices of the target for several rows, as a drafter predicts them.
+        """Return, for several rows, the target's most likely choices, as a drafter predicts them.
 
-        With a rule that `draws`, the candidates are drawn without replacement instead, with noise that is used only
-        here. A row has fewer candidates if truncation and bans leave fewer tokens. It has none if it is not finite or a
-        processor fails; `draft_failures` counts these rows.
+        If the rule `draws`, the candidates are drawn without replacement instead, with noise that is used only here. A
+        row has fewer candidates if truncation and bans leave fewer tokens. It has no candidates if it is not finite, or
+        if a processor fails. `draft_failures` counts these rows.
 
         Args:
             prefix: Committed tokens.
             logits: The drafter's logits, [R, V], or [R, C] with a subset.
             paths: Drafted tokens before each row.
             count: Number of candidates for each row.
-            subset: The target's tokens that the columns stand for. All other tokens count as -inf. The candidates are
-                always the target's token ids.
+            subset: The target's tokens that the columns stand for. All other tokens get a logit of -inf. The candidates
+                are always token ids of the target.
         """
         # One transfer for all rows. Without processors, the rows are only read.
         rows = zip(logits.cpu(), paths, strict=True)
         return [self._rank(prefix.after(path), row, count, subset) for row, path in rows]
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens that must follow `prefix` according to a processor, as a draft without cost.
+        """Return up to `limit` tokens that must follow `prefix` according to a processor. They are a draft that costs
+        nothing.
 
         The result is empty if there is a choice. It depends only on the prefix and the parameters.
         """
@@ -207,7 +210,7 @@ class Sampler:
             if isinstance(processor, Forcing):
                 try:
                     found = processor.forced(prefix, limit)
-                except Exception:  # processors may raise any error; it is raised again when the target visits this row
+                except Exception:  # any error: it is raised again when the target visits this row
                     _LOG.debug("no forced tokens after %d tokens", len(prefix), exc_info=True)
                     return []
                 if found:
@@ -215,7 +218,7 @@ class Sampler:
         return []
 
     def process(self, prefix: Prefix, logits: Tensor) -> Tensor:
-        """Apply all processors to a row of logits [V]. Without processors, return the same tensor.
+        """Apply all processors to a row of logits [V]. If there are none, return the same tensor.
 
         Raises:
             InvalidOption: If a processor does not return a row of the same shape and dtype.
@@ -240,14 +243,14 @@ class Sampler:
 
     def _rank(self, prefix: Prefix, logits: Tensor, count: int, subset: Subset | None) -> Ranked:
         if subset and self.processors:
-            # Processors index the target's tokens, and may allow tokens outside the subset.
+            # Processors use the target's token ids, and may allow tokens outside the subset.
             logits, subset = subset.widen(logits), None
         try:
             tokens, scores = self._shaped(self.process(prefix, logits), logits, len(prefix))
         except NoTokenLeft:
             return Ranked([], [])
         except Exception:
-            # A draft must not fail its reply: a processor's error is raised if the target visits this row.
+            # A draft must not make its reply fail. A processor's error is raised when the target visits this row.
             self.draft_failures += 1
             _LOG.debug("a drafter's row after %d tokens could not be ranked", len(prefix), exc_info=True)
             return Ranked([], [])
@@ -255,8 +258,8 @@ class Sampler:
             ids = subset.ids.numpy()
             tokens = ids if tokens is None else ids[tokens]
         if self.draws:
-            # Gumbel top-k: sorting by log q + noise equals drawing without replacement (arXiv 1903.06059). The stream's
-            # key contains the round and the node, so that no two rows of any two drafts share a random number.
+            # Gumbel top-k: sorting by log q + noise equals drawing without replacement (arXiv 1903.06059). The key of
+            # the stream contains the round and the node, so two rows never share a random number.
             noise = self.noise.stream(DRAFT, len(prefix.token_ids), *prefix.path)
             best, sums = noise.best(0, scores, tokens, count)
             size = subset.size if subset else len(logits)
@@ -268,7 +271,8 @@ class Sampler:
         return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
 
     def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
-        """Return the tokens that survive truncation, ascending (None for all), and their logits / temperature."""
+        """Return the tokens that survive truncation, in ascending order (None for all tokens), and their logits /
+        temperature."""
         scores: Floats = row.detach().cpu().numpy()
         _check_finite(float(scores.max()), raw, position)
         open_ = None
@@ -287,14 +291,15 @@ class Sampler:
     def _excludes(self, position: int) -> bool:
         """Return True if XTC applies to the token at a position.
 
-        This depends only on seed and position, so target, drafters and all rounds agree.
+        This depends only on the seed and the position, so the target and the drafters agree in all rounds.
         """
         p = self.xtc_probability
         return p > 0.0 and self.noise.stream(EXCLUDE).uniform(position) < p
 
 
 def _best(scores: Floats, count: int) -> Ids:
-    """Return the `count` highest columns, highest first, ties to the lowest column. Fewer if fewer are finite."""
+    """Return the `count` highest columns, highest first, or fewer if fewer are finite. A tie goes to the lowest
+    column."""
     if count == 1:
         return np.array([scores.argmax()])
     best = highest(scores, count)
@@ -310,7 +315,7 @@ def _chances(all_scores: Floats, chosen: Floats) -> list[float]:
 
 
 def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:
-    """Return [size] with softmax(scores) at `tokens` and 0 elsewhere, with the dtype and device of `row`."""
+    """Return a tensor [size] with softmax(scores) at `tokens` and 0 elsewhere. It has the dtype and device of `row`."""
     kept = torch.from_numpy(scores).softmax(-1).to(row)
     if tokens is None:
         return kept

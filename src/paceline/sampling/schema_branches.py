@@ -1,4 +1,4 @@
-"""Branches of a choice in a JSON schema: whether a value may fit two of them."""
+"""Checks if a value may match two branches of a choice in a JSON schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = {str: "string", int: "number", float: "number", bool: "boolean", type(N
 
 
 def disjoint(document: SchemaDocument, branches: list[Any]) -> bool:
-    """Return True if types, constants and keys show that no value matches two of the branches."""
+    """Return True if types, constants or keys show that no value matches two branches."""
     by_kind: dict[str, list[Parts]] = {}
     for branch in branches:
         parts = [one for one in document.parts(branch) if not one.keys() & {"anyOf", "oneOf"}]
@@ -31,7 +31,8 @@ def disjoint(document: SchemaDocument, branches: list[Any]) -> bool:
 
 
 def _kinds(parts: Parts) -> set[str]:
-    """Return the JSON types that a schema in these parts allows. Return none if it does not restrict them."""
+    """Return the JSON types that a schema with these parts allows. The set is empty if the schema does not restrict
+    them."""
     for one in parts:
         if values := named_values(one):
             return {_kind(value) for value in values}
@@ -43,7 +44,8 @@ def _kinds(parts: Parts) -> set[str]:
 
 
 def _tell_apart(several: list[Parts]) -> bool:
-    """Return True if objects can be distinguished by constants of a key, or by keys that only one of them has.
+    """Return True if objects of these schemas can be distinguished, by constants of a key or by a key that only one of
+    them has.
 
     A closed object has no keys that only other schemas have. So it does not match a schema that requires such a key,
     nor a schema that forbids additional keys.
@@ -66,7 +68,7 @@ def _property(parts: Parts, name: str) -> Parts:
 
 
 def _constants(parts: Parts) -> list[Any]:
-    """Return the values that a schema in these parts enumerates, or none."""
+    """Return the values that a schema with these parts enumerates. The list is empty if it enumerates none."""
     return next((values for one in parts if (values := named_values(one))), [])
 
 

@@ -7,18 +7,18 @@ from typing import Any
 from urllib.parse import unquote
 
 _MOST = 100_000
-"""Maximum number of rewriting steps. A step takes some 10 microseconds."""
+"""Maximum number of rewriting steps. A step takes about 10 microseconds."""
 
 
 class SchemaDocument:
-    """A schema, and a count of the rewriting steps spent on it."""
+    """A schema, and the number of rewriting steps that have been spent on it."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
         self._steps = 0
 
     def count(self, steps: int) -> None:
-        """Count rewriting steps. Raises `ValueError` for a schema that needs too many."""
+        """Count rewriting steps. Raise `ValueError` if the schema needs too many."""
         self._steps += 1 + steps
         if self._steps > _MOST:
             raise ValueError("it is too large")
@@ -42,7 +42,7 @@ class SchemaDocument:
         return mapping(schema)
 
     def values(self, schema: Any) -> list[Any]:
-        """Return all values that a schema allows. Return none if it does not enumerate them."""
+        """Return all values that a schema allows. The list is empty if the schema does not enumerate them."""
         schema = self.resolved(schema)
         return [True, False] if schema.get("type") == "boolean" else named_values(schema)
 
@@ -75,10 +75,10 @@ def named_values(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a value if it is a list, else an empty list: clients send anything."""
+    """Return a value if it is a list, and an empty list otherwise. Clients may send anything."""
     return value if isinstance(value, list) else []
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a value if it is an object, else an empty one."""
+    """Return a value if it is an object, and an empty object otherwise."""
     return value if isinstance(value, Mapping) else {}

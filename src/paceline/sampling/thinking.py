@@ -1,4 +1,4 @@
-"""A budget for reasoning: when it is spent, the marker that ends the reasoning is forced, and the answer follows."""
+"""A budget for reasoning. When it is spent, the marker that ends the reasoning is forced, and the answer follows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
 _PATIENCE = 8
-"""Number of additional tokens to complete a character, or a marker that has begun."""
+"""Maximum number of additional tokens to complete a character, or a marker that has begun."""
 _BEFORE = 32
 """Number of last prompt tokens that are searched for the marker before the reasoning."""
 
@@ -30,7 +30,7 @@ class ThinkingBudget:
         tokens: Maximum number of tokens.
         start: Marker before the reasoning. If it is empty or the prompt ends with it, the reply begins with reasoning.
         end: Marker after the reasoning.
-        forced: Text to force when the budget is spent. "" means `end`.
+        forced: The text to force when the budget is spent. "" means `end`.
     """
 
     tokens: int
@@ -54,9 +54,9 @@ class _Reasoned:
     """The state of the reasoning after some tokens of the reply.
 
     Attributes:
-        inside: True inside the reasoning, None before it, False after it.
-        tail: Last bytes of the text. They may contain a marker.
-        count: Number of tokens of the reasoning.
+        inside: None before the reasoning, True inside it, and False after it.
+        tail: The last bytes of the text, which may contain a marker or a part of one.
+        count: Number of tokens in the reasoning so far.
         forced: Number of forced tokens so far.
     """
 
@@ -67,7 +67,8 @@ class _Reasoned:
 
 
 class ThinkingLimit(Forcing):
-    """Allows only the end of the reasoning when the budget is spent. It depends only on the tokens of a prefix.
+    """A processor that allows only the end of the reasoning when the budget is spent. It depends only on the tokens of
+    a prefix.
 
     The committed text is read once, and drafted paths are read after it.
     """
@@ -78,7 +79,7 @@ class ThinkingLimit(Forcing):
         Args:
             budget: The budget.
             forced: Tokens that end the reasoning.
-            spell: Returns the bytes of a token.
+            spell: A function that returns the bytes of a token.
         """
         self._budget, self._forced, self._spell = budget, forced, spell
         self._start, self._end = budget.start.encode(), budget.end.encode()
@@ -91,7 +92,7 @@ class ThinkingLimit(Forcing):
         return logits
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens of the end that must follow, or none while the budget is not spent."""
+        """Return up to `limit` tokens of the end that must follow. The list is empty while the budget is not spent."""
         progress = self._states.at(prefix)
         return [*self._forced[progress.forced :][:limit]] if self._spent(progress) else []
 
@@ -122,7 +123,7 @@ class ThinkingLimit(Forcing):
             text, progress = text.removeprefix(self._start), _Reasoned(True, count=-1)
         if self._end in text:
             return _Reasoned(False)
-        # A character has at most three bytes after its first one.
+        # A character has at most three bytes after its first byte.
         return _Reasoned(True, text[-max(3, len(self._end)) :], progress.count + 1)
 
 

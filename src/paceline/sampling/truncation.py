@@ -1,8 +1,8 @@
-"""The cuts top_n_sigma, top_k, top_p, min_p, typical_p and XTC.
+"""The truncation methods top_n_sigma, top_k, top_p, min_p, typical_p and XTC.
 
-Every cut is a threshold: equal scores are kept or cut together, so the result does not depend on how a sort breaks
-ties. Only the few columns near the top are sorted. Probabilities are float64, so that rounding differences between
-machines do not matter.
+Every method finds a threshold. Equal scores are either all kept or all dropped, so the result does not depend on how a
+sort breaks ties. Only the few columns near the top are sorted. Probabilities are float64, so that rounding differences
+between machines do not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALL = -float(np.finfo(np.float32).max)
 """A threshold that every finite score reaches."""
 
 _FEW = 256
-"""Up to this number of columns, all are sorted."""
+"""Up to this number of columns, all columns are sorted."""
 
 
 def survivors(
@@ -32,10 +32,10 @@ def survivors(
     typical_p: float = 1.0,
     top_n_sigma: float = 0.0,
 ) -> tuple[Ids | None, Floats]:
-    """Apply the cuts in order, each to the result of the previous one.
+    """Apply the methods in order, each to the result of the previous method.
 
     Args:
-        scores: Logits / temperature, [V]. The highest must be finite.
+        scores: Logits / temperature, [V]. The highest score must be finite.
         top_k: See `Sampling`.
         top_p: See `Sampling`.
         min_p: See `Sampling`.
@@ -43,7 +43,7 @@ def survivors(
         top_n_sigma: See `Sampling`.
 
     Returns:
-        Surviving token ids, ascending (None if nothing is cut), and their scores.
+        The token ids that survive, in ascending order (None if no token is dropped), and their scores.
     """
     cuts = [
         (top_n_sigma > 0.0, partial(_top_n_sigma, n=top_n_sigma)),
@@ -65,11 +65,11 @@ def survivors(
 def without_top(scores: Floats, threshold: float) -> Ids | None:
     """Apply XTC ("exclude top choices"): drop all tokens with a probability >= `threshold` except the least likely one.
 
-    A threshold above 0.5 drops no tokens, since two tokens cannot reach it. Source: text-generation-webui, pull request
-    6335.
+    A threshold above 0.5 drops no tokens, because two tokens cannot both reach it. Source: text-generation-webui, pull
+    request 6335.
 
     Returns:
-        The remaining columns, ascending, or None if all remain.
+        The remaining columns, in ascending order, or None if all columns remain.
     """
     if threshold > 0.5:
         return None
@@ -99,7 +99,7 @@ def _min_p(scores: Floats, p: float) -> tuple[Floats, float]:
 
 
 def _typical(scores: Floats, p: float) -> tuple[Floats, float]:
-    """Prefer tokens with a surprise near the row's entropy (Meister et al., arXiv 2202.00666)."""
+    """Keep the tokens whose surprise is nearest to the row's entropy (Meister et al., arXiv 2202.00666)."""
     weights = _weights(scores)
     total = weights.sum()
     logp = scores.astype(np.float64) - (float(scores.max()) + math.log(total))
@@ -114,14 +114,14 @@ def _weights(scores: Floats) -> npt.NDArray[np.float64]:
 
 
 def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
-    """Return the key at which the tokens, highest key first, reach the share `p` of the weight."""
+    """Return the key at which the tokens reach the share `p` of the total weight, beginning with the highest key."""
     wanted, before = p * weights.sum(), 0.0
     for near in widening(keys):
         if weights[near].sum() >= wanted:
             break
     keys, weights = keys[near], weights[near]
     if len(keys) > _FEW:
-        # Find the sixteenth of a nat that contains the threshold, without sorting.
+        # Without sorting, find the bin (a sixteenth of a nat) that contains the threshold.
         bins = np.minimum((keys.max() - keys) * 16.0, 2048.0).astype(np.intp)
         sums = np.bincount(bins, weights).cumsum()
         at = min(int((sums < wanted).sum()), len(sums) - 1)
@@ -129,12 +129,12 @@ def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
         keys, weights = keys[bins == at], weights[bins == at]
     order = np.argsort(-keys, kind="stable")
     reached = int((before + weights[order].cumsum() < wanted).sum())
-    # Use the last token if rounding keeps the sum slightly below `wanted`.
+    # If rounding keeps the sum slightly below `wanted`, use the last token.
     return float(keys[order[min(reached, len(order) - 1)]])
 
 
 def highest(keys: Floats, count: int) -> Ids:
-    """Return columns, ascending, that include the `count` highest keys and usually few others.
+    """Return columns, in ascending order, that include the `count` highest keys and usually few others.
 
     There are fewer columns if fewer keys are finite.
     """
@@ -145,7 +145,8 @@ def highest(keys: Floats, count: int) -> Ids:
 
 
 def widening(keys: Floats) -> Iterator[Ids]:
-    """Yield columns, ascending, within a growing margin of the highest key, and finally all finite columns."""
+    """Yield the columns within a growing margin of the highest key, in ascending order, and finally all finite
+    columns."""
     top = keys.max()
     for margin in (4.0, 8.0, 16.0, 32.0):
         yield np.flatnonzero(keys >= top - keys.dtype.type(margin))
@@ -153,5 +154,5 @@ def widening(keys: Floats) -> Iterator[Ids]:
 
 
 def finite(keys: Floats) -> Ids:
-    """Return the columns that are not -inf, ascending."""
+    """Return the columns that are not -inf, in ascending order."""
     return np.flatnonzero(keys > -np.inf)

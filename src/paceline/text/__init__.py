@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, and the bytes that tokens stand for."""
+"""Tokenizers, chat templates, and the sandbox for untrusted jobs."""

@@ -1,8 +1,8 @@
-"""Rendering chat messages with the model's own jinja template.
+"""Renders chat messages with the model's own jinja template.
 
 A template is untrusted code. It runs in jinja's sandbox, in a fork of the helper process (`paceline.text.sandbox`). It
-sees the messages and a few helpers, cannot change anything, and has limits on time and memory. Helpers and flags are
-the same as in transformers, because templates on the hub expect these.
+can read the messages and call a few helpers, but cannot change anything. Its time and memory are limited. Helpers and
+flags are the same as in transformers, because templates on the hub expect them.
 
 The code that jinja generates differs in one respect: the template's own text is `TemplateText`, so that it can be
 distinguished from the messages' text in the result.
@@ -36,18 +36,19 @@ from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
 from paceline.text.template_text import TemplateText, concat, flags_of
 
 _SECONDS, _MEMORY = 5.0, 512 * 2**20
-"""Limits of a template: processor time in seconds, and memory in bytes in addition to the helper process's own."""
+"""Limits for a template: processor time in seconds, and memory in bytes, in addition to the memory of the helper
+process."""
 
 _PROBE = "probe of the content"
 _ROLE = re.compile(r"\w{1,64}")
-"""Roles that count as text of the template, because some templates write "<|" + role + "|>"."""
+"""Roles that are treated as text of the template, because some templates write "<|" + role + "|>"."""
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check messages and convert them to the form that templates expect: dicts with a string as content.
+    """Check messages, and convert them to the form that templates expect: dicts whose content is a string.
 
-    Content may be a list of {"type": "text", "text": str}, which are joined by line breaks. A list with an `ImagePart`
-    remains a list. Content may be null if there are `tool_calls`. The arguments of these may be JSON text.
+    Content may be a list of {"type": "text", "text": str}. Its texts are joined by line breaks. A list with an
+    `ImagePart` remains a list. Content may be null if there are `tool_calls`, whose arguments may be JSON text.
 
     Raises:
         InvalidPrompt: If a message is not valid.
@@ -92,7 +93,7 @@ def _typed_part(index: int, part: Any) -> dict[str, str]:
 
 
 def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
-    """Return the calls with their arguments as objects, because templates write the JSON themselves."""
+    """Return the calls with their arguments converted to objects, because templates write the JSON themselves."""
     try:
         return [{**call, "function": _function(call["function"])} for call in calls]
     except (TypeError, KeyError, ValueError) as error:
@@ -111,17 +112,17 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
 def render(template: str, messages: Any, values: Mapping[str, Any], written: Collection[str] = ()) -> TemplateText:
     """Render messages to the text of a prompt.
 
-    If the template refuses the messages, other forms of the same messages are tried. The template runs in a process of
-    its own, with at most 5 seconds of processor time and 512 MiB of memory.
+    If the template rejects the messages, other forms of the same messages are tried. The template runs in a separate
+    process, with at most 5 seconds of processor time and 512 MiB of memory.
 
     Args:
         template: The jinja template.
         messages: Chat messages.
         values: Other variables of the template, such as special tokens.
-        written: Names of `values` that count as text of the template, like roles. All others are data.
+        written: Names of the `values` that are treated as text of the template, like roles. All other values are data.
 
     Raises:
-        InvalidPrompt: If the messages are malformed, the template refuses all forms of them, or it exceeds its limits.
+        InvalidPrompt: If the messages are malformed, or the template rejects all forms of them or exceeds its limits.
         TimedOut: If the machine was too busy.
     """
     checked = check_messages(messages)
@@ -146,14 +147,14 @@ def _typed(content: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _is_typed(template: str) -> bool:
-    """Return True if a template only shows text that is a list of parts (SmolVLM)."""
+    """Return True if a template shows text only if the content is a list of parts (SmolVLM)."""
     if "type" not in template:
         return False
     return not _shows(template, _PROBE) and _shows(template, _typed(_PROBE))
 
 
 def _shows(template: str, content: Any) -> bool:
-    """Return True if a template writes the probe, given as this content of a message."""
+    """Return True if a template writes a probe text that is contained in this content of a message."""
     try:
         return _PROBE in _run(template, [{"role": "user", "content": content}], {"add_generation_prompt": False}, ())
     except (JobFailed, InvalidPrompt):
@@ -161,7 +162,7 @@ def _shows(template: str, content: Any) -> bool:
 
 
 def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield other forms of a chat with the same meaning, the most similar one first."""
+    """Yield other forms of a chat that have the same meaning. The most similar form comes first."""
     yield from past_calls.forms(chat)
     for form in orderly.forms(chat):
         yield form
@@ -171,7 +172,7 @@ def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 def _run(
     template: str, messages: list[dict[str, Any]], values: Mapping[str, Any], written: Collection[str]
 ) -> TemplateText:
-    """Render messages in one form. Raise `JobFailed` if the template refuses them."""
+    """Render messages in a single form. Raise `JobFailed` if the template rejects them."""
     try:
         given = {"tools": None, "documents": None, **values, "messages": messages}
         job = (_compiled(template), given, tuple(written))
@@ -192,7 +193,7 @@ def _compiled(template: str) -> str:
 
 
 def compile_template(template: str) -> str:
-    """Compile a template for `render_compiled`. This runs in a fork, since constant folding needs limits too."""
+    """Compile a template for `render_compiled`. This runs in a fork, because constant folding needs limits too."""
     code: Any = _ENVIRONMENT.compile(template, filename="<chat template>")
     return base64.b64encode(marshal.dumps(code)).decode()
 
@@ -201,7 +202,7 @@ def render_compiled(argument: tuple[str, Mapping[str, Any], Collection[str]]) ->
     """Render a compiled template. This runs in a fork.
 
     Args:
-        argument: Code, values, and names of the values that count as text of the template.
+        argument: The code, the values, and the names of the values that are treated as text of the template.
 
     Returns:
         The text, and the spans (start, end) that the template wrote.
@@ -222,7 +223,7 @@ def render_compiled(argument: tuple[str, Mapping[str, Any], Collection[str]]) ->
 
 
 class _Generator(CodeGenerator):
-    """Generates code with the template's own text as `TemplateText`."""
+    """Generates code that writes the template's own text as `TemplateText`."""
 
     def _output_const_repr(self, group: Iterable[Any]) -> str:
         return f"environment.written({''.join(group)!r})"
@@ -248,7 +249,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """Support for {% generation %}, which marks the model's turns for training. Here it changes nothing."""
+    """Support for {% generation %}, which marks the model's turns for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -263,7 +264,7 @@ def _raise_exception(message: str) -> None:
 
 @pass_eval_context
 def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    """Join like jinja's own filter, but with a separator that keeps the flags of the parts."""
+    """Join like jinja's own filter, but keep the flags of the parts and of the separator."""
     return str(do_join(context, value, TemplateText(d, flags_of(d)), attribute))
 
 
@@ -272,7 +273,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-# Created on import, so that forks need not create it.
+# Create this on import, so that forks need not create it.
 _ENVIRONMENT = _Environment(
     trim_blocks=True,
     lstrip_blocks=True,

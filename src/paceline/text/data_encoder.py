@@ -1,4 +1,4 @@
-"""Encoding `TemplateText`: control tokens come only from text that the template wrote, never from data."""
+"""Encodes `TemplateText`: control tokens come only from text that the template wrote, never from data."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ import tokenizers
 from paceline.text.template_text import TemplateText
 
 _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>|<fim[-_]\w+>|▁<(PRE|SUF|MID|EOT)>", re.DOTALL)
-"""Spelling of control tokens. Some tokenizers, such as DeepSeek's and Qwen2.5-Coder's, do not flag them as special."""
+"""Matches the spelling of control tokens. Some tokenizers, such as DeepSeek's and Qwen2.5-Coder's, do not flag all
+control tokens as special."""
 
 
 def control_tokens(backend: tokenizers.Tokenizer) -> dict[str, int]:
-    """Return text -> id of all tokens that data must not form: special tokens, and added tokens spelled like them."""
+    """Return, as text -> id, all tokens that data must not form: special tokens, and added tokens that are spelled like
+    control tokens."""
     added = backend.get_added_tokens_decoder().items()
     return {token.content: i for i, token in added if token.special or _MARKER.fullmatch(token.content)}
 
 
 def _pieces(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Split a text into the model's pieces and return their ids. Return none if the model cannot spell the text."""
+    """Split a text into the model's pieces, and return their ids. The list is empty if the model cannot spell the
+    text."""
     with suppress(Exception):  # `tokenizers` raises only plain Exception here
         return [token.id for token in backend.model.tokenize(text)]
     return []
 
 
 class DataEncoder:
-    """Encodes `TemplateText` like the backend encodes a string, except that data forms no control tokens.
+    """Encodes `TemplateText` as the backend encodes a string, except that data forms no control tokens.
 
     A second tokenizer shares the backend's model, but knows each control token under a random alias. Control tokens
-    that the template wrote are replaced by their aliases. So a text without control tokens in its data gets the same
-    tokens as from the backend, and all other texts are split by the same rules.
+    that the template wrote are replaced by their aliases. So if a text has no control tokens in its data, it gets the
+    same tokens as from the backend. All other texts are split by the same rules.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -47,7 +50,8 @@ class DataEncoder:
         if backend.pre_tokenizer is not None:
             self._twin.pre_tokenizer = backend.pre_tokenizer
         self._ids = self._add_tokens(backend)
-        # The model's ordinary vocabulary may also contain control tokens. In data, they are spelled letter by letter.
+        # The model's ordinary vocabulary may contain control tokens as well. In data, they are spelled letter by
+        # letter.
         unknown = set(_pieces(backend, "\U0010ffff"))
         self._respelled = {
             i: [k for letter in text for k in _pieces(backend, letter) if k in unknown or k not in control.values()]
@@ -56,7 +60,7 @@ class DataEncoder:
         }
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> dict[int, int]:
-        """Add the backend's added tokens to the twin. Return the twin's id -> the backend's id of these tokens."""
+        """Add the backend's added tokens to the twin. Return, for these tokens, the twin's id -> the backend's id."""
         ids: dict[int, int] = {}
         self._skip_gaps(backend)
         for i, token in sorted(backend.get_added_tokens_decoder().items()):
@@ -70,7 +74,8 @@ class DataEncoder:
     def _skip_gaps(self, backend: tokenizers.Tokenizer) -> None:
         """Keep the twin from assigning ids that the model uses.
 
-        It assigns the number of the model's tokens as the next id, which is already used if the model's ids have gaps.
+        The twin takes the number of the model's tokens as the next id. If the model's ids have gaps, this id is already
+        used.
         """
         used = backend.get_vocab(with_added_tokens=False)
         gaps = max(used.values(), default=-1) + 1 - len(used)
@@ -82,7 +87,7 @@ class DataEncoder:
         for start, end in text.spans():
             parts += [plain[at:start], self._control.sub(lambda found: self._aliases[found[0]], plain[start:end])]
             at = end
-        # Use a batch of one, because `encode` holds the interpreter lock and so blocks all other threads.
+        # Encode a batch of one text, because `encode` would hold the interpreter lock and block all other threads.
         made = self._twin.encode_batch_fast(["".join([*parts, plain[at:]])], add_special_tokens=False)[0].ids
         if self._respelled.keys().isdisjoint(made):
             return [self._ids.get(i, i) for i in made]

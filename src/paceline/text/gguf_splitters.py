@@ -1,7 +1,8 @@
 # ruff: noqa: RUF001 (patterns name characters of many scripts)
-"""Text splitters of byte-level BPE tokenizers by their GGUF names (`tokenizer.ggml.pre`).
+"""The text splitters of byte-level BPE tokenizers, by their names in GGUF files (`tokenizer.ggml.pre`).
 
-The patterns come from the models' own tokenizer.json files, or from llama.cpp if a name does not belong to one model.
+The patterns come from the models' own tokenizer.json files. If a name does not belong to a single model, they come from
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """The splitting of text by a byte-level BPE tokenizer before merges are applied.
+    """The first step of a byte-level BPE tokenizer, which splits text before merges are applied.
 
     Attributes:
         patterns: Each pattern splits the pieces of the previous pattern into matches and gaps.
-        digits: Split numbers into single digits.
-        gpt2: Apply GPT-2's pattern last.
-        whole: Do not apply merges to a piece that is a token itself.
-        nfc: Normalise the text first.
-        bos: Begin texts with BOS if the metadata does not specify it.
+        digits: True to split numbers into single digits.
+        gpt2: True to apply GPT-2's pattern last.
+        whole: True if no merges are applied to a piece that is itself a token.
+        nfc: True to normalise the text (NFC) first.
+        bos: True if texts begin with BOS when the metadata does not specify it.
     """
 
     patterns: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ _KIMI = (
 
 
 def _cased(after: str, digits: str) -> str:
-    """Return a pattern that splits words between a small letter and a capital. Each part may be followed by `after`."""
+    """Return a pattern that splits words between a small letter and a capital letter. `after` may follow each part."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{start}{_UPPER}*{_LOWER}+{after}|{start}{_UPPER}+{_LOWER}*{after}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
@@ -117,7 +118,7 @@ _SPLITTERS: dict[str, Splitter] = {
     "deepseek-v3 hunyuan-dense joyai-llm": Splitter((r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3)),
     "viking": Splitter((r" ?[^(\s|.,!?…。，、।۔،)]+",), digits=True),
     "falcon": Splitter((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    # llama.cpp uses this one for files that are older than the field.
+    # llama.cpp uses this splitter for files that are older than the field.
     "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 

@@ -1,4 +1,4 @@
-"""Building tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama", "gemma4")."""
+"""Builds tokenizers from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama", "gemma4")."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from paceline.text.gguf_splitters import SPLITTERS, Splitter
 Fields = Mapping[str, Any]
 
 _LONGEST_TOKEN = 1024
-"""Maximum length of a token in characters. Finding all ways to cut a token in two takes quadratic time."""
+"""Maximum length of a token, in characters. It is limited because finding all ways to cut a token in two takes
+quadratic time."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
@@ -23,12 +24,12 @@ _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def backend_from_gguf(fields: Fields, *, strips_spaces: bool = False) -> Tokenizer:
-    """Build the tokenizer that the metadata describes, with its special tokens and BOS / EOS rules.
+    """Build the tokenizer that the metadata describes, including its special tokens and its rules for BOS and EOS.
 
     Args:
         fields: GGUF metadata, key -> value.
-        strips_spaces: Added tokens of a SentencePiece tokenizer absorb the white space after them. The metadata has no
-            field for this; llama.cpp also decides by the architecture.
+        strips_spaces: True if added tokens of a SentencePiece tokenizer absorb the white space after them. The metadata
+            has no field for this. Like Paceline, llama.cpp decides it by the architecture.
 
     Raises:
         UnsupportedModel: If the tokenizer model or the splitter is not supported.
@@ -144,9 +145,9 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
     """Return the merges of a SentencePiece BPE, best first.
 
     SentencePiece joins the neighbours that form the token with the highest score. So every way to cut a token into two
-    other tokens is a merge with the token's score. Ties go to the longer token, then to the longer left part, so that
-    runs grow from the left. User-defined runs of spaces come first, because SentencePiece extracts them from the text
-    before all merges.
+    other tokens is a merge with the token's score. In a tie, the longer token comes first, and then the longer left
+    part, so that runs grow from the left. User-defined runs of spaces come first, because SentencePiece extracts them
+    from the text before all merges.
     """
     known = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (1, _USER_DEFINED)}
     order = sorted(
@@ -163,7 +164,7 @@ def merges_from_scores(tokens: list[str], kinds: list[int], scores: list[float])
 
 
 def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], strips: bool) -> None:
-    """Add control tokens, which `decode` omits, and user-defined tokens, which it keeps."""
+    """Add the control tokens, which `decode` omits, and the user-defined tokens, which it keeps."""
     added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
     found = [
         AddedToken(token, special=added[kind], normalized=False, rstrip=strips and token not in _KEEP_SPACE)
@@ -175,12 +176,13 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], strips:
 
 
 def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
-    """Set whether `backend` adds BOS and EOS to each text.
+    """Make `backend` add BOS and EOS to each text, or not.
 
     Args:
         backend: The tokenizer to change.
         special: Role -> text of special tokens.
-        added: For "bos_token" and "eos_token", True to add it, False not to, None to keep the current setting.
+        added: For "bos_token" and "eos_token": True to add the token, False not to add it, and None to keep the current
+            setting.
     """
     found: dict[str, list[tuple[str, int]]] = {}
     for role, wanted in added.items():
@@ -189,6 +191,6 @@ def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bo
         keep = index in backend.encode("").ids if wanted is None else wanted
         found[role] = [(text, index)] if keep and index is not None else []
     bos, eos = found["bos_token"], found["eos_token"]
-    # A post-processor cannot be removed, but a template that contains only the text has the same effect.
+    # A post-processor cannot be removed, but a template that contains nothing but the text has the same effect.
     single = [*(text for text, _ in bos), "$A", *(text for text, _ in eos)]
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(dict.fromkeys(bos + eos)))

@@ -1,6 +1,6 @@
-"""Reading text while it is still being written.
+"""Tools for reading text while it is still being written.
 
-A reader is a generator. It yields when it needs further text, and finally returns its result. Each character is read
+A reader is a generator. It yields when it needs more text, and returns its result at the end. Each character is read
 once, so a reader takes linear time, however the text arrives.
 """
 
@@ -21,7 +21,7 @@ class Malformed(ValueError):
 
 
 def overlap(text: AnyStr, marker: AnyStr) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `marker`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`."""
     return next((n for n in range(min(len(text), len(marker)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
@@ -29,18 +29,18 @@ class GrowingText:
     """Text that is read from the front.
 
     Attributes:
-        over: True once the text is complete. Then readers do not wait.
+        over: True once the text is complete. Readers then do not wait for more.
     """
 
     def __init__(self, text: str = "", over: bool = False) -> None:
         self.over = over
         self._held, self._at = text, 0
         self._from = 0
-        """Start in `_held` of the text that `taken` returns."""
+        """The place in `_held` where the text that `taken` returns begins."""
         self._past: list[str] = []
 
     def push(self, text: str) -> None:
-        """Add text. Text that was already read is not copied again."""
+        """Add text. Text that has already been read is not copied again."""
         self._past.append(self._held[self._from : self._at])
         self._held = self._held[self._at :] + text
         self._at = self._from = 0
@@ -58,7 +58,7 @@ class GrowingText:
         return self._held[self._at : self._at + count]
 
     def begins(self, *texts: str) -> Reading[str]:
-        """Return the longest of some texts that comes next, or "", without reading it."""
+        """Return the longest of these texts that comes next, or "" if none does. It is not read."""
         longest = max(map(len, texts), default=0)
         while True:
             rest = self._held[self._at : self._at + longest]
@@ -67,7 +67,7 @@ class GrowingText:
             yield
 
     def skip(self, *texts: str) -> Reading[str]:
-        """Read and return the longest of some texts that comes next, or return ""."""
+        """Read and return the longest of these texts that comes next. If none does, return ""."""
         found = yield from self.begins(*texts)
         self._at += len(found)
         return found
@@ -97,7 +97,7 @@ class GrowingText:
         return (yield from self.run(_SPACE))
 
     def until(self, marker: str) -> Reading[str]:
-        """Read up to a marker and the marker itself. Return the text before it.
+        """Read everything up to a marker, and the marker itself. Return the text before the marker.
 
         Raises:
             Malformed: If the text ends without the marker.
@@ -115,9 +115,9 @@ class GrowingText:
         return "".join(parts)
 
     def seek(self, markers: Sequence[str], pattern: re.Pattern[str]) -> str:
-        """Read up to the first of some markers and return the marker.
+        """Read everything up to the first of these markers, and the marker itself. Return the marker.
 
-        If there is none yet, read everything that cannot be part of a marker, and return "".
+        If there is no marker yet, read everything that cannot be part of a marker, and return "".
 
         Args:
             markers: The markers.

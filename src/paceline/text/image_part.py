@@ -9,7 +9,7 @@ from typing import Any
 class ImagePart(dict[str, str]):
     """The part of a message that stands for an image, as chat templates expect it.
 
-    Only callers that add the image to the prompt make it. Other parts of type "image" are refused.
+    Only code that also adds the image to the prompt creates this object. Other parts of type "image" are rejected.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class ImagePart(dict[str, str]):
 
 
 def with_images(text: str, pictures: Sequence[object]) -> str | list[dict[str, Any]]:
-    """Return the content of a message: its text, after the images if there are any."""
+    """Return the content of a message: its images, if there are any, followed by its text."""
     if not pictures:
         return text
     return [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]

@@ -41,7 +41,8 @@ class InfillTokens:
 
     @staticmethod
     def of(token_id: Callable[[str], int | None]) -> InfillTokens | None:
-        """Return a model's tokens, or None if it cannot fill in the middle. `token_id`: Looks up a token."""
+        """Return a model's tokens, or None if it cannot fill in the middle. `token_id`: Maps a token's text to its id,
+        or to None."""
         for names in _MARKERS:
             prefix, suffix, middle = map(token_id, names)
             if prefix is not None and suffix is not None and middle is not None:
@@ -65,7 +66,7 @@ def infill_tokens(tokenizer: Tokenizer) -> InfillTokens:
 def infill_prompt(tokenizer: Tokenizer, before: str, after: str, files: Sequence[tuple[str, str]] = ()) -> list[int]:
     """Return the token ids of a prompt for the text between `before` and `after`.
 
-    Special tokens that are spelled out in the texts stay text.
+    Special tokens that the texts spell out remain ordinary text.
 
     Args:
         tokenizer: The model's tokenizer.

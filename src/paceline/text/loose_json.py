@@ -1,8 +1,8 @@
-"""A one-pass reader of JSON as language models write it.
+"""A one-pass reader for JSON as language models write it.
 
 It accepts JSON and these deviations: raw line breaks and tabs in strings, unknown escapes, single quotes, names without
 quotes, Python's `True`, `False`, `None` and tuples, a comma before a closing bracket, and missing brackets at the end.
-Everything else is `Malformed`, since the meaning must be unambiguous.
+Everything else is `Malformed`, because the meaning must be unambiguous.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def parse(text: str) -> Any:
-    """Parse a complete text. Raise `Malformed` if it is not one value."""
+    """Parse a complete text. Raise `Malformed` if it is not a single value."""
     growing = GrowingText(text, over=True)
     reader = JsonReader(growing)
     finish(growing.space())
@@ -51,16 +51,16 @@ class JsonReader:
     """Reads values from a growing text.
 
     Attributes:
-        unclosed: Lists and objects of the last value that were still open at the end of the text, outermost first. An
-            end marker closes all lists and objects.
+        unclosed: The lists and objects of the last value that were still open at the end of the text, outermost first.
+            An end marker closes all of them.
     """
 
     def __init__(self, text: GrowingText, quote: str = "", ends: Sequence[str] = ()) -> None:
         """Create a reader.
 
         Args:
-            text: The text. Others may read it as well.
-            quote: Additional quotation mark around strings, without escapes inside.
+            text: The text. Other readers may read it as well.
+            quote: An additional quotation mark for strings, which have no escapes inside.
             ends: Markers that end a value even if brackets are missing.
         """
         self._text, self._ends = text, tuple(filter(None, ends))
@@ -79,7 +79,7 @@ class JsonReader:
         text, open_ = self._text, list[tuple[Any, str]]()
         self.unclosed = []
         found = yield from self._begin(open_)
-        fresh = True  # a member may follow, after an opening bracket or a comma
+        fresh = True  # a member may follow: this is after an opening bracket or a comma
         while open_:
             inner, closer = open_[-1]
             yield from text.space()
@@ -197,7 +197,7 @@ def _word(word: str) -> Any:
 
 
 def _without_halves(text: str) -> str:
-    """Join surrogate pairs, and replace single surrogates by U+FFFD."""
+    """Join surrogate pairs, and replace lone surrogates by U+FFFD."""
     if text.isascii() or not _SURROGATE.search(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

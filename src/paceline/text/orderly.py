@@ -1,7 +1,8 @@
-"""Reordering messages for strict chat templates.
+"""Reorders messages for strict chat templates.
 
-Some templates refuse a second system message, two consecutive user messages, a conversation that begins with the
-assistant, or any system message. Each form below has the same meaning for the model, and breaks fewer of these rules.
+Some templates reject a second system message, two consecutive user messages, a conversation that begins with the
+assistant, or any system message. Each of the forms here has the same meaning for the model, and breaks fewer of these
+rules.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ Chat = list[dict[str, Any]]
 
 
 def forms(chat: Sequence[dict[str, Any]]) -> Iterator[Chat]:
-    """Yield other forms of a chat that a template refuses, the most similar one first.
+    """Yield other forms of a chat that a template rejects. The most similar form comes first.
 
     Args:
-        chat: Checked messages with text as content.
+        chat: Checked messages whose content is text.
     """
     known = [list(chat)]
     first = _merged(sorted(chat, key=lambda message: message["role"] != "system"))
@@ -60,7 +61,7 @@ def _without_system(chat: Sequence[dict[str, Any]]) -> Chat:
 
 
 def _alternating(chat: Sequence[dict[str, Any]]) -> Chat:
-    """Return a merged chat that begins with the user, with user messages after tool results moved into the last
+    """Return a merged chat that begins with the user. User messages after tool results are moved into the last
     result."""
     turns: Chat = []
     for message in chat:

@@ -1,7 +1,7 @@
-"""Converting earlier tool calls of a conversation to a form that the chat template accepts.
+"""Converts earlier tool calls of a conversation to a form that the chat template accepts.
 
-Another server or model may have written these calls. A call that was cut off, or that the template can show only in one
-form, must not end the conversation.
+Another server or model may have written these calls. The conversation must be able to go on even if a call was cut off,
+or if the template can show it in only one form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.text.growing import Malformed
 Chat = list[dict[str, Any]]
 
 INVALID = "invalid_arguments"
-"""Name of the argument that shows arguments to the model that are not an object."""
+"""Name of the argument that shows the model arguments that are not an object."""
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
@@ -37,12 +37,13 @@ def as_object(arguments: Any) -> dict[str, Any]:
 
 
 def forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
-    """Yield other forms of a chat that a template refuses, the most similar one first.
+    """Yield other forms of a chat that a template rejects. The most similar form comes first.
 
-    Some templates support only one call per message, or need ids of nine letters and digits, or arguments as JSON text.
+    Some templates support only one call per message. Others need ids of nine letters and digits, or arguments in the
+    form of JSON text.
 
     Args:
-        chat: Checked messages with calls that have objects as arguments.
+        chat: Checked messages. The arguments of their calls are objects.
     """
     single = _one_call_each(chat)
     known = [list(map(dict, chat))]
@@ -53,13 +54,13 @@ def forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
 
 
 def with_counted_ids(chat: Sequence[Mapping[str, Any]]) -> Chat:
-    """Give calls the ids that Kimi K2 expects: functions.NAME:NUMBER."""
+    """Give calls ids in the form that Kimi K2 expects: functions.NAME:NUMBER."""
     count = iter(range(1 << 30))
     return _with_ids(chat, lambda call: f"functions.{call['function']['name']}:{next(count)}")
 
 
 def _one_call_each(chat: Sequence[Mapping[str, Any]]) -> Chat:
-    """Give each call a message of its own, followed by its result."""
+    """Move each call to a separate message, which its result follows."""
     found: Chat = []
     waiting = list(map(dict, chat))
     while waiting:
@@ -82,10 +83,10 @@ def _one_call_each(chat: Sequence[Mapping[str, Any]]) -> Chat:
 
 
 def _with_ids(chat: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], str]) -> Chat:
-    """Replace the ids of calls and of their results."""
+    """Replace the ids of calls, and the ids in their results."""
     found: Chat = []
     ids: dict[Any, str] = {}
-    unnamed: list[str] = []  # ids of the last calls, for results without an id, which have the same order
+    unnamed: list[str] = []  # ids of the latest calls, for results without an id, which come in the same order
     for message in chat:
         if calls := message.get("tool_calls"):
             changed = [{**call, "id": make(call)} for call in calls]

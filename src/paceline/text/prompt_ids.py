@@ -1,4 +1,4 @@
-"""Converting prompts of any form to token ids."""
+"""Converts prompts of any form to token ids."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, *, raw:
         prompt: Text, chat messages, or token ids [T].
         tokenizer: Tokenizer of the model.
         vocab_size: Number of tokens of the model.
-        raw: Encode text without the chat template.
+        raw: True to encode a text without the chat template.
 
     Returns:
-        At least one token id.
+        The token ids, at least one.
 
     Raises:
         InvalidPrompt: If the prompt is empty or malformed.

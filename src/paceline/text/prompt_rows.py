@@ -1,4 +1,4 @@
-"""Prompts in rows of a JSONL file: {"prompt" | "turns" | "messages", "id"}."""
+"""Prompts in the rows of a JSONL file: {"prompt" | "turns" | "messages", "id"}."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ _FIELDS = ("prompt", "turns", "messages")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt (text or chat messages) and its id, which is None if there is only one prompt."""
+    """A prompt (a text or chat messages) and its id. The id is None if there is only one prompt."""
 
     id: str | int | None
     prompt: str | list[dict[str, Any]]
 
 
 def parse_row(line: bytes, number: int) -> PromptRow:
-    """Parse the prompt on line `number`, which is its default id. Of several turns, only the first one is used.
+    """Parse the prompt on line `number`. The number is also the prompt's default id. If there are several turns, only
+    the first is used.
 
     Raises:
         ValueError: If the line is not a prompt.
@@ -28,7 +29,7 @@ def parse_row(line: bytes, number: int) -> PromptRow:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a line. Raise `ValueError` with the reason if there is none."""
+    """Parse the JSON object on a line. Raise `ValueError`, with the reason, if the line is not a JSON object."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -43,7 +44,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def parse_id(value: object, number: int) -> str | int:
-    """Return a row's id, or else the number of its line. Raise `ValueError` if the id is not a string or an integer."""
+    """Return a row's id. If it has none, return its line number. Raise `ValueError` if the id is neither a string nor
+    an integer."""
     if value is None:
         return number
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -68,7 +70,8 @@ def _prompt(row: dict[str, Any]) -> str | list[dict[str, Any]]:
 
 
 def text_of(value: object, what: str) -> str:
-    """Return a value that must be non-empty valid Unicode text. Raise `ValueError`, naming it `what`, if it is not."""
+    """Return a value that must be non-empty, valid Unicode text. If it is not, raise `ValueError` with `what` as its
+    name."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is not text")
     if not value:

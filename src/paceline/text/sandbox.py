@@ -1,9 +1,9 @@
-"""Running jobs on untrusted input in separate processes, with limits on time and memory.
+"""Runs jobs on untrusted input in separate processes, with limits on time and memory.
 
-A chat template is code from the model's author, and a grammar may take minutes and gigabytes to compile. Neither can be
-stopped inside a thread. So a small helper process (`main`) forks for each job, and the kernel ends a fork that exceeds
-its limits or loses its connection. A fork takes about a millisecond, because the helper imports neither torch nor
-numpy. The module of a job is imported when it is first needed.
+A chat template is code that the model's author wrote, and a grammar may take minutes and gigabytes to compile. Neither
+can be stopped if it runs in a thread. So a small helper process (`main`) forks for each job, and the kernel ends a fork
+that exceeds its limits or loses its connection. A fork takes about a millisecond, because the helper imports neither
+torch nor numpy. It imports a job's module when the module is first needed.
 
 If processes cannot fork (Windows), jobs run in this process without limits.
 """
@@ -29,20 +29,21 @@ from pathlib import Path
 from typing import Any
 
 ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
-"""Another thread sets this event when the result of this context is no longer needed."""
+"""An event that another thread sets when the result of this context is no longer needed."""
 
 _CHECK = 0.05
 """Seconds between two checks of `ABANDONED`."""
 _FACTOR, _LEAST = 10.0, 5.0
-"""A job must answer within `_FACTOR` times its limit of processor time, and may always take `_LEAST` seconds."""
+"""A job must answer within `_FACTOR` times its limit of processor time, but may always take at least `_LEAST`
+seconds."""
 _ANSWER = 128 * 2**20
 """Maximum size of an answer in bytes."""
 _RAW = struct.Struct(">cQ")
-"""Header of an answer of bytes: "b" and their number."""
+"""Header of an answer that consists of bytes: "b" and the number of bytes."""
 _STARTED = b"!"
-"""Sent before a job runs. A job that sends this but no answer has exceeded its limits."""
+"""A fork sends this before it runs its job. If no answer follows, the job has exceeded its limits."""
 _FIRST = "paceline.text.chat_template:render_compiled"
-"""The helper imports this before the first job, so that forks need not import it."""
+"""The function whose module the helper imports before the first job, so that forks need not import it."""
 
 
 def is_abandoned() -> bool:
@@ -52,7 +53,7 @@ def is_abandoned() -> bool:
 
 
 class JobFailed(Exception):
-    """The job raised an error. The text is the error's message."""
+    """The job raised an error. The text of this exception is the error's message."""
 
 
 class OverLimit(Exception):
@@ -60,7 +61,7 @@ class OverLimit(Exception):
 
 
 class Unfinished(Exception):
-    """The job had no result within its time: the machine was too busy, or the result is no longer needed."""
+    """The job gave no result in time, because the machine was too busy or the result is no longer needed."""
 
 
 class Sandbox:
@@ -75,7 +76,7 @@ class Sandbox:
     def start(self) -> None:
         """Start the helper process unless it is running, without waiting for it."""
         if can_fork():
-            with self._lock, suppress(Unfinished):  # the first job will report it
+            with self._lock, suppress(Unfinished):  # the first job will report the error
                 self._started()
 
     def run(self, job: str, argument: Any, seconds: float, memory: int, prepared: Hashable = None) -> Any:
@@ -83,9 +84,9 @@ class Sandbox:
 
         Args:
             job: The function, "module:name".
-            argument: Its argument, which is pickled.
+            argument: The function's argument, which is pickled.
             seconds: Limit of processor time.
-            memory: Limit of memory that the job may allocate, in bytes.
+            memory: Maximum memory that the job may allocate, in bytes.
             prepared: Key of a `prepare` call that the job needs.
 
         Returns:
@@ -93,39 +94,39 @@ class Sandbox:
 
         Raises:
             JobFailed: If the function raises an error.
-            OverLimit: If it exceeds its limits.
+            OverLimit: If the job exceeds its limits.
             Unfinished: If the machine was too busy, or the result is no longer needed.
         """
         deadline = time.monotonic() + max(_FACTOR * seconds, _LEAST)
         return self._ask(b"j", (job, argument, seconds, memory), deadline, prepared)
 
     def prepare(self, key: Hashable, job: str, argument: Callable[[], Any]) -> None:
-        """Call a function once for each key in the helper itself, without limits. Later forks inherit its effects.
+        """Call a function in the helper itself, once for each key and without limits. Later forks inherit its effects.
 
         Use this only for trusted input.
 
         Args:
             key: Name of this preparation.
             job: The function, "module:name".
-            argument: Returns the function's argument. It is called only if it is needed.
+            argument: A function that returns the argument. It is called only if the argument is needed.
 
         Raises:
             JobFailed: If the function raises an error.
             Unfinished: If the machine was too busy.
         """
-        with self._preparing:  # one caller prepares for all
+        with self._preparing:  # one caller prepares for all callers
             with self._lock:
                 before = self._started() if can_fork() else None
                 if key in self._prepared:
                     return
-            # Others may wait for it even if this caller's client has disconnected.
+            # Other callers may wait for the result even if this caller's client has disconnected.
             Context().run(self._ask, b"p", (job, argument(), 0.0, 0), time.monotonic() + 60)
             with self._lock:
                 if self._control is before:
                     self._prepared.add(key)
 
     def _ask(self, kind: bytes, message: tuple[Any, ...], deadline: float, prepared: Hashable = None) -> Any:
-        """Send a job to the helper and return its result. If processes cannot fork, run the job here."""
+        """Send a job to the helper, and return its result. If processes cannot fork, run the job in this process."""
         if not can_fork():
             try:
                 return _find(message[0])(message[1])
@@ -147,7 +148,8 @@ class Sandbox:
         raise Unfinished
 
     def _send(self, kind: bytes, descriptors: list[int], prepared: Hashable) -> socket.socket:
-        """Send a job's sockets to the helper. Restart the helper once if it has died. Return the helper's socket."""
+        """Send a job's sockets to the helper, and return the helper's socket. If the helper has died, restart it
+        once."""
         for _ in range(2):
             with self._lock:
                 control = self._started()
@@ -160,7 +162,7 @@ class Sandbox:
         raise Unfinished
 
     def _forget(self, control: socket.socket) -> None:
-        """Stop the helper with this socket, unless a new helper has replaced it."""
+        """Stop the helper that this socket belongs to, unless a new helper has replaced it."""
         with self._lock:
             if self._control is control and self._process is not None:
                 self._process.kill()
@@ -181,7 +183,8 @@ class Sandbox:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
-                    # The heap of an additional thread would reserve address space, which is limited in forks.
+                    # Allow only one heap, because the heap of another thread would reserve address space, which is
+                    # limited in forks.
                     env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                 )
             self._control = ours
@@ -244,12 +247,12 @@ def main(descriptor: int) -> None:
     """Run jobs from a Unix socket until its other end closes, which happens when the parent process ends.
 
     Each message consists of one byte and two sockets. "p" runs a function in this process, so that later forks inherit
-    its effects, and "j" runs a function in a fork. The first socket transfers the job and its answer. Nothing is sent
-    over the second one: it closes when the parent abandons the job, and data would end the fork as well
+    its effects, and "j" runs a function in a fork. The first socket transfers the job and its answer. The second socket
+    transfers no data. It closes when the parent abandons the job, which ends the fork. Data would end the fork too
     (`_end_on_close`).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that have ended must not become zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forks do not become zombies when they end
     control = socket.socket(fileno=descriptor)
     _find(_FIRST)
     while True:
@@ -270,13 +273,12 @@ def main(descriptor: int) -> None:
 
 
 def _answer(connection: socket.socket, watched: socket.socket | None = None) -> None:
-    """Run one job and send its result: bytes as they are, others as {"result": ...}, an error as {"failed": text}.
-
-    `watched` is given to forks.
+    """Run a job and send its result. Bytes are sent as they are, other results as {"result": ...}, and an error as
+    {"failed": text}. `watched`: The second socket, in forks.
     """
     try:
         with connection.makefile("rb") as sent:
-            name, argument, seconds, memory = pickle.load(sent)  # safe, since only our parent process writes it
+            name, argument, seconds, memory = pickle.load(sent)  # safe, because only our parent process writes it
         if watched is not None:
             _end_on_close(watched)
             _limit(seconds, memory)
@@ -298,7 +300,7 @@ def _answer(connection: socket.socket, watched: socket.socket | None = None) -> 
 def _end_on_close(watched: socket.socket) -> None:
     """Make the kernel end this process when the parent closes its end of the socket.
 
-    The kernel then sends SIGIO, which ends a process without a handler, whatever code is running.
+    The kernel then sends SIGIO. Without a handler, this signal ends the process, whatever code is running.
     """
     import fcntl  # exists only on Unix
 
@@ -308,7 +310,7 @@ def _end_on_close(watched: socket.socket) -> None:
 
 
 def _limit(seconds: float, memory: int) -> None:
-    """Make the kernel end this process after `seconds` of processor time, and refuse to allocate more than `memory`."""
+    """Make the kernel end this process after `seconds` of processor time, and limit its memory to `memory` bytes."""
     import resource  # exists only on Unix
 
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -321,6 +323,6 @@ def _limit(seconds: float, memory: int) -> None:
 
 @lru_cache
 def _find(name: str) -> Any:
-    """Return the function "module:name"."""
+    """Return the function with this name, "module:name"."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)

@@ -1,8 +1,8 @@
-"""Text with a flag for each character: written by the chat template, or data.
+"""Text with a flag for each character, which shows if the chat template wrote the character or if it is data.
 
 A message can spell a model's control tokens, such as "<|im_start|>". But only control tokens that the template itself
 wrote may become tokens. So each string that a template computes keeps one flag per character. Strings without flags are
-data, and so is the result of every operation that is not defined here. A mistake can therefore turn a marker of the
+data. The result of any operation that is not defined here is data, too. A mistake can therefore turn a marker of the
 template into plain text, but never data into a marker.
 """
 
@@ -29,12 +29,12 @@ class TemplateText(str):
 
     @classmethod
     def written(cls, text: str) -> TemplateText:
-        """Return a text that the template wrote completely."""
+        """Return a text whose characters all come from the template."""
         return cls(text, b"\1" * len(text))
 
     @classmethod
     def of_spans(cls, text: str, spans: Iterable[Sequence[int]]) -> TemplateText:
-        """Return a text with `spans` (start, end) that the template wrote."""
+        """Return a text whose characters in `spans` (start, end) come from the template."""
         flags = bytearray(len(text))
         for start, end in spans:
             flags[start:end] = b"\1" * (end - start)
@@ -137,7 +137,8 @@ class TemplateText(str):
         return self._mapped(super().title())
 
     def _mapped(self, text: str) -> str:
-        """Return a text that was mapped character by character, with these flags. A different length makes it data."""
+        """Return a text that was mapped character by character, with this text's flags. If its length differs, it is
+        data."""
         return TemplateText(text, self._flags) if len(text) == len(self) else text
 
     def _cut(self, size: int, found: int) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""The bytes that each token adds to a text, used to compare tokens of different tokenizers."""
+"""The bytes that each token adds to a text. They are used to compare the tokens of different tokenizers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes]:
-    """Return token id -> bytes that the token adds in the middle of a text, except for special tokens.
+    """Return, for each token except special tokens, token id -> the bytes that the token adds in the middle of a text.
 
-    The order is by id, with byte tokens last: of two tokens with the same bytes, a tokenizer uses the first one.
+    Tokens are sorted by id, with byte tokens last. If two tokens have the same bytes, a tokenizer uses the first of
+    them.
 
     A byte-level vocabulary spells bytes as letters ("Ġ" is a space). In all other vocabularies, each token is decoded
-    after another token, since only the decoder knows the meaning of "▁", "##" or "</w>". "<0x0A>" is the byte 10 if the
-    decoder supports such tokens.
+    after another token, because only the decoder knows the meaning of "▁", "##" or "</w>". "<0x0A>" is the byte 10 if
+    the decoder supports such tokens.
     """
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items(), key=itemgetter(1))
@@ -48,7 +49,8 @@ def _from_letters(token: str) -> bytes:
 
 @lru_cache
 def _letters() -> Mapping[str, int]:
-    """Return GPT-2's letter -> byte. Printable Latin-1 characters stand for themselves, all others start at U+0100."""
+    """Return GPT-2's mapping letter -> byte. Printable Latin-1 characters stand for themselves. The letters for all
+    other bytes start at U+0100."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -64,7 +66,7 @@ def _decoded_in_pairs(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) 
 
 
 _SHRINK = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
-"""Normalizers that remove nothing -> factor by which they can shorten a text. Unicode composition merges at most four
+"""Normalizers that remove nothing -> the maximum factor of shortening. Unicode composition merges at most four
 characters."""
 _KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
 """Pre-tokenizers that remove nothing (`Split` only with some settings)."""
@@ -73,7 +75,7 @@ _KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
 def max_token_chars(backend: tokenizers.Tokenizer, token_bytes: Mapping[int, bytes]) -> int | None:
     """Return the maximum number of characters of a text that a token can stand for, or None if there is no limit.
 
-    A text is never longer than this times its number of tokens. `token_bytes` holds the bytes of each token.
+    A text is never longer than this number times its number of tokens. `token_bytes`: The bytes of each token.
     """
     special = backend.get_added_tokens_decoder().values()
     whole = _decodes(backend, ["Ġ", "Ċ"], " \n") or getattr(backend.model, "byte_fallback", False)
@@ -95,7 +97,7 @@ def max_token_chars(backend: tokenizers.Tokenizer, token_bytes: Mapping[int, byt
 
 
 def _steps(part: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return the type and settings of each step of a normalizer or pre-tokenizer."""
+    """Return the type and the settings of each step of a normalizer or a pre-tokenizer."""
     if part is None:
         return []
     state = json.loads(part.__getstate__())
@@ -107,7 +109,7 @@ class Speller:
     """Spells bytes with the tokens of a vocabulary, always using the longest token that fits.
 
     Attributes:
-        ids: Bytes -> token id. Of two tokens with the same bytes, it contains the first.
+        ids: Bytes -> token id. If two tokens have the same bytes, it contains the first of them.
     """
 
     def __init__(self, token_bytes: dict[int, bytes]) -> None:
@@ -116,7 +118,7 @@ class Speller:
         self._longest = max(map(len, self.ids), default=0)
 
     def spell(self, data: bytes) -> list[int]:
-        """Return token ids that spell `data` up to the first byte that no token contains."""
+        """Return token ids that spell `data`. They stop at the first byte that no token contains."""
         tokens: list[int] = []
         while data:
             sizes = range(min(len(data), self._longest), 0, -1)

@@ -1,4 +1,4 @@
-"""Converting text to token ids and back, and chat messages to text, with the `tokenizers` library."""
+"""Converts text to token ids and back, and chat messages to text, with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Tokenizer:
         special_tokens: Role -> text, such as "bos_token" -> "<s>".
         chat_template: The default chat template, or None.
         named_templates: Other chat templates by name.
-        special_tokens_in_messages: True if control tokens that messages spell out become tokens, as in transformers.
+        special_tokens_in_messages: True if control tokens that are spelled out in messages become tokens, as in
+            transformers.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class Tokenizer:
 
         Args:
             fields: Key -> value.
-            strips_spaces: Added tokens of a SentencePiece tokenizer absorb the white space after them.
+            strips_spaces: True if added tokens of a SentencePiece tokenizer absorb the white space after them.
 
         Raises:
-            UnsupportedModel: If the tokenizer is of another kind.
+            UnsupportedModel: If this kind of tokenizer is not supported.
             CorruptModel: If the metadata is incomplete.
         """
         backend = backend_from_gguf(fields, strips_spaces=strips_spaces)
@@ -116,12 +117,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary, including added tokens. The model may have more rows."""
+        """Size of the vocabulary, including added tokens. The model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
-        """The tokenizer's spelling of each token -> its id, including added tokens."""
+        """The vocabulary, including added tokens: the tokenizer's spelling of a token -> its id."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     @property
@@ -140,7 +141,7 @@ class Tokenizer:
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     def special_in(self, text: str) -> dict[int, str]:
-        """Return the special tokens that occur in a text, id -> text."""
+        """Return the special tokens that occur in a text, as id -> text."""
         if not text:
             return {}
         names = {token: self._backend.id_to_token(token) for token in self.special_ids}
@@ -148,7 +149,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything that affects the tokens of texts and chats."""
+        """A hash of everything on which the tokens of texts and chats depend."""
         about = json.dumps([self.special_tokens, self.named_templates], sort_keys=True)
         parts = (self._backend.to_str(), about, self.chat_template or "")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
@@ -170,12 +171,13 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Convert text to token ids.
 
-        Special tokens that are spelled out in the text become tokens. In `TemplateText`, only tokens that the template
-        wrote do, so `TemplateText(text)` is encoded as data.
+        Special tokens that are spelled out in the text become tokens. In `TemplateText`, this applies only to text that
+        the template wrote, so `TemplateText(text)` is encoded as data.
 
         Args:
             text: The text.
-            special: Add BOS and EOS as the model expects. A rendered chat template contains its own.
+            special: True to add BOS and EOS as the model expects. Use False for a rendered chat template, which
+                contains these tokens.
 
         Raises:
             InvalidPrompt: If the text is not valid Unicode (lone surrogates).
@@ -185,7 +187,8 @@ class Tokenizer:
                 if isinstance(text, TemplateText):
                     before, after = self._frame if special else ([], [])
                     return [*before, *self._data_encoder.encode(text), *after]
-                # Use a batch of one, because `encode` holds the interpreter lock and so blocks all other threads.
+                # Encode a batch of one text, because `encode` would hold the interpreter lock and block all other
+                # threads.
                 return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
             except (TypeError, UnicodeError) as error:
                 raise InvalidPrompt(
@@ -198,7 +201,7 @@ class Tokenizer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
-        """Ids that the backend adds before and after a text."""
+        """The ids that the backend adds before a text, and the ids that it adds after it."""
         bare, framed = (self._backend.encode("a", add_special_tokens=special).ids for special in (False, True))
         start = next((i for i in range(len(framed)) if framed[i : i + len(bare)] == bare), 0)
         return framed[:start], framed[start + len(bare) :]
@@ -218,13 +221,14 @@ class Tokenizer:
         return starts
 
     def spell(self, text: str) -> list[int]:
-        """Return token ids that add exactly this text to an existing text, if possible the ones that `encode` uses.
+        """Return token ids that add exactly this text to an existing text. If possible, they are the ids that `encode`
+        returns.
 
-        There are no special tokens among them, whatever the text spells. They end before a byte that no token contains.
+        They contain no special tokens, even if the text spells one. They stop before a byte that no token contains.
         """
         data = text.encode(errors="replace")
         line = self.encode("\n", special=False)
-        # A line break in front absorbs what the tokenizer adds before a text, such as a space.
+        # A line break before the text absorbs anything that the tokenizer adds at the start of a text, such as a space.
         after = self.encode("\n" + text, special=False)
         for ids in (self.encode(text, special=False), after[len(line) :]):
             if b"".join(self.token_bytes.get(i, b"\xff") for i in ids) == data:
@@ -240,13 +244,13 @@ class Tokenizer:
 
         Args:
             ids: Token ids.
-            skip_special: Omit special tokens.
+            skip_special: True to omit special tokens.
 
         Raises:
             InvalidPrompt: If an id is not an integer >= 0.
         """
         try:
-            # Use a batch of one, as in `encode`.
+            # Decode a batch of one text, for the reason given in `encode`.
             return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
         except (OverflowError, TypeError) as error:
             raise InvalidPrompt("token ids must be integers >= 0", "Pass the ids that the model generated") from error
@@ -256,7 +260,7 @@ class Tokenizer:
         return self.named_templates.get("tool_use", self.chat_template) if tools else self.chat_template
 
     def with_template(self, given: str | Path) -> Tokenizer:
-        """Return a copy of this tokenizer with another chat template, also for chats with tools.
+        """Return a copy of this tokenizer with another chat template, which is also used for chats with tools.
 
         Args:
             given: A file, the name of one of the model's own templates, or the text of a template.
@@ -287,12 +291,12 @@ class Tokenizer:
 
         Args:
             messages: [{"role": str, "content": str}, ...].
-            add_generation_prompt: End with the beginning of the assistant's reply.
+            add_generation_prompt: True to end with the beginning of the assistant's reply.
             **extra: Other variables of the template, such as `tools`.
 
         Returns:
-            Text to encode with `special=False`. It is `TemplateText`, so that data forms no control tokens. With
-            `special_tokens_in_messages`, the whole text counts as written by the template.
+            The text. Encode it with `special=False`. It is `TemplateText`, so data forms no control tokens. With
+            `special_tokens_in_messages`, the whole text is treated as if the template had written it.
 
         Raises:
             InvalidPrompt: If the messages are malformed, the model has no template, or the template raises an error.
@@ -324,14 +328,14 @@ def _backend_from_folder(path: Path) -> tokenizers.Tokenizer:
     text = read_text(file, TOKENIZER_LIMIT)
     with library_errors(f"{file} is not a tokenizer"):
         backend = tokenizers.Tokenizer.from_str(text)
-    # Files may contain truncation and padding settings from training. Prompts must never be cut or padded.
+    # The file may contain truncation and padding settings from training, but prompts must never be truncated or padded.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, listed: Any) -> None:
-    """Add tokens that only tokenizer_config.json lists, in the order of their ids."""
+    """Add the tokens that only tokenizer_config.json lists, in the order of their ids."""
     for _, entry in sorted((listed or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is not None:
             continue
@@ -368,6 +372,6 @@ def _texts(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_and_named(found: Mapping[str, str]) -> tuple[str | None, dict[str, str]]:
-    """Return the default template (or else the first one), and all other templates by name."""
+    """Return the default template (the first one if none is named "default"), and all other templates by name."""
     named = {name: text for name, text in found.items() if name != "default"}
     return found.get("default", next(iter(found.values()), None)), named

@@ -1,7 +1,7 @@
-"""Speculative sampling: accept drafted tokens in a way that keeps the target's distribution.
+"""Speculative sampling: accept drafted tokens such that the text keeps the target's distribution.
 
-p is the target's distribution. The drafter draws tokens from the distribution q. The walks are pure functions:
-all random draws come from `Chance`, so a test can enumerate every outcome.
+p is the target's distribution, and q is the distribution that the drafter draws tokens from. The walks are pure
+functions: all random draws come from `Chance`, so a test can enumerate every outcome.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNNORMALISED = 1e-4
 
 Shaped = Callable[[int, Sequence[int]], Tensor | None]
 """(row, drafted tokens that lead to it) -> p [V], the target's distribution after processors, temperature and
-truncation. It is None if the row failed (`rules.deferred`): then the walk ends above the row."""
+truncation. None if the row failed (`rules.deferred`). The walk then ends above the row."""
 
 
 class Chance(Protocol):
@@ -33,15 +33,15 @@ class Chance(Protocol):
         """Return True with this probability: never if it is 0, always if it is 1."""
 
     def token(self, p: Tensor) -> int:
-        """Draw the token that the target adds from p [V]. This is called once per round."""
+        """Draw the token that the target adds, from p [V]. This is called once per round."""
 
 
 @dataclass(slots=True)
 class RoundChance:
-    """The random draws of a round, from streams that no draft uses.
+    """The random draws of a round, from streams of noise that no drafter uses.
 
     Attributes:
-        noise: Noise of the request.
+        noise: The request's source of noise.
         start: Position of the first drafted token.
         asked: Number of `accept` calls so far.
     """
@@ -62,23 +62,24 @@ class RoundChance:
 def acceptance_step(p: Tensor, q: Tensor, token: int | Tensor, u: float | Tensor) -> Tensor:
     """Accept a token drawn from q with probability min(1, p / q).
 
-    A token with q(token) = 0 cannot have been drawn from q, and is rejected. After a rejection, draw from
+    A token with q(token) = 0 cannot have been drawn from q, so it is rejected. After a rejection, draw from
     `residual(p, q)`. Source: Leviathan, Kalman, Matias, arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 
     Args:
         p: The target's distribution, [..., V].
         q: The drafter's distribution, [..., V].
         token: Drafted token ids, [...].
-        u: Uniform numbers in [0, 1), [...]. Draw new ones for every step.
+        u: Random numbers from the uniform distribution over [0, 1), [...]. Draw new numbers for every step.
 
     Returns:
         bool [...], True where u < p(token) / q(token).
 
     Raises:
-        InvalidOption: If a distribution (NaN, negative, not normalised), a token or u is not valid.
+        InvalidOption: If p or q is not a distribution (NaN, negative, not normalised), or a token or u is out of range.
     """
     _check_pair(p, q)
-    # Compare in float64 on the CPU (MPS lacks it). In float32, a u just below 1 would round to 1.
+    # Compare in float64, because a u just below 1 would round to 1 in float32. Compare on the CPU, because MPS lacks
+    # float64.
     token, u = torch.as_tensor(token, device=p.device), torch.as_tensor(u, dtype=torch.float64, device="cpu")
     if bool(((token < 0) | (token >= p.shape[-1])).any()):
         raise InvalidOption(
@@ -99,7 +100,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
         q: The drafter's distribution, [..., V].
 
     Returns:
-        A distribution of the shape of p. It is p if p and q differ only by rounding errors, where nothing is rejected.
+        A distribution with the shape of p. If p and q differ only by rounding errors, it is p. In this case, no token
+        is rejected.
 
     Raises:
         InvalidOption: If p or q is not a distribution.
@@ -111,11 +113,12 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
     """Try a row's children in order. If all are rejected, draw the target's token from the residual.
 
-    After each rejection, p becomes the residual, and q loses the child's token. This is recursive rejection sampling
-    (SpecInfer, arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160, and Sequoia, arXiv 2402.12374).
+    After each rejection, p becomes the residual, and the child's token is removed from q. This is recursive rejection
+    sampling (SpecInfer, arXiv 2305.09781; without replacement: Jeon et al., arXiv 2402.14160, and Sequoia, arXiv
+    2402.12374).
 
     Raises:
-        InvalidOption: If a q of the draft is not a distribution.
+        InvalidOption: If a q of the draft is not a distribution over the target's vocabulary.
     """
     walk = _Walk(draft, shaped, chance)
     while walk.step():
@@ -124,14 +127,14 @@ def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
 
 
 def block_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
-    """Verify a chain as a whole and accept its longest possible prefix.
+    """Verify a chain as a whole, and accept the longest prefix that the random draws allow.
 
-    It never accepts fewer tokens on average than rejection, and it is optimal for chains among the rules that keep the
-    distribution (Sun et al., arXiv 2403.10444). In a tree, rejection walks down to the first chain. Every row of the
-    chain is shaped.
+    On average, it never accepts fewer tokens than the rule rejection, and among the rules that keep the distribution it
+    is optimal for chains (Sun et al., arXiv 2403.10444). In a tree, `rejection_walk` applies until the rows below form
+    a chain. Every row of the chain is shaped.
 
     Raises:
-        InvalidOption: If a q of the draft is not a distribution.
+        InvalidOption: If a q of the draft is not a distribution over the target's vocabulary.
     """
     walk = _Walk(draft, shaped, chance)
     while (chain := walk.chain()) is None and walk.step():
@@ -142,7 +145,8 @@ def block_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
 
 
 class _Walk:
-    """A walk down a tree: the path so far, and the residual after the rejected children of its last row."""
+    """A walk down a tree. Its state is the path so far, and the residual after the rejected children of the last
+    row."""
 
     def __init__(self, draft: Draft, shaped: Shaped, chance: Chance) -> None:
         self._draft, self._shaped, self._chance = draft, shaped, chance
@@ -158,7 +162,8 @@ class _Walk:
         return self._path[-1] if self._path else 0
 
     def step(self) -> bool:
-        """Try the children of the current row. Descend to the first accepted child, or return False."""
+        """Try the children of the current row, and descend to the first accepted child. Return False if none is
+        accepted."""
         p = self._shaped(self._row, self._tokens)
         if p is None:
             return False
@@ -175,7 +180,7 @@ class _Walk:
         return False
 
     def chain(self) -> list[int] | None:
-        """Return the rows below the current row, or None if they are not a chain."""
+        """Return all rows below the current row if they form a chain. Otherwise, return None."""
         rows: list[int] = []
         below = self._children[self._row]
         while len(below) == 1:
@@ -192,7 +197,7 @@ class _Walk:
         tokens = list(self._tokens)
         for parent, child in zip([self._row, *chain], chain, strict=False):
             p, token = self._shaped(parent, tokens), self._draft.tokens[child - 1]
-            if p is None:  # this round treats a row that failed as the end of the chain
+            if p is None:  # in this round, the chain ends at a row that failed
                 break
             q = _source(self._q(parent, p), token, p)
             steps.append((p, q, weight))
@@ -214,7 +219,7 @@ class _Walk:
         raise AssertionError("unreachable: the empty prefix is always accepted")
 
     def verdict(self) -> Verdict:
-        """End the round with the target's token, or above a row that failed."""
+        """End the round with a token that the target adds, or above a row that failed."""
         left = self._shaped(self._row, self._tokens) if self._left is None else self._left
         if left is None:
             return Verdict(tuple(self._path[:-1]), tuple(self._tokens))
@@ -243,8 +248,8 @@ class _Walk:
 def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
     """Return the distribution that a child was drawn from.
 
-    Without q, or if q of the token is 0, the child was chosen, not drawn. Then all mass is on the child. This keeps p
-    for any way of choosing that does not depend on the draws of this round.
+    Without q, or if q of the token is 0, the child was chosen, not drawn. It then gets all the probability mass. This
+    keeps p however the child was chosen, as long as the choice does not depend on the draws of this round.
     """
     if q is not None and float(q[token]) > 0.0:
         return q
@@ -254,7 +259,7 @@ def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
 
 
 def _acceptance(p: Tensor, q: Tensor, token: int | Tensor, weight: float = 1.0) -> Tensor:
-    """Return min(1, weight * p / q) of the token, or 0 where q is 0."""
+    """Return min(1, weight * p / q) for the token, or 0 where its q is 0."""
     index = torch.as_tensor(token, device=p.device)[..., None]
     wanted, offered = (x.gather(-1, index)[..., 0] for x in (p, q))
     return torch.where(offered > 0, (weight * wanted / offered).clamp(max=1.0), 0.0)
@@ -265,13 +270,15 @@ def _excess(p: Tensor, q: Tensor, weight: float = 1.0) -> Tensor:
 
 
 def _normalised(mass: Tensor, otherwise: Tensor) -> Tensor:
-    """Normalise `mass` [..., V] to sum 1. Return `otherwise` where `mass` is nothing but rounding errors."""
+    """Normalise `mass` [..., V] so that it sums to 1. Return `otherwise` where `mass` consists only of rounding
+    errors."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > torch.finfo(mass.dtype).eps, mass / total, otherwise)
 
 
 def _without(q: Tensor, token: int) -> Tensor:
-    """Return q without a token that was drawn from it. If no other token is left, return zeros."""
+    """Return q without a token that was drawn from it, normalised again. If no other token has any mass, return
+    zeros."""
     rest = q.clone()
     rest[token] = 0.0
     return _normalised(rest, torch.zeros_like(rest))
@@ -288,7 +295,7 @@ def _check_pair(p: Tensor, q: Tensor) -> None:
 
 
 def _check(name: str, p: Tensor) -> None:
-    # A NaN fails every comparison.
+    # NaN fails every comparison, so these checks reject it.
     sums = (p.sum(-1) - 1.0).abs() <= _UNNORMALISED
     if not p.is_floating_point() or not bool(sums.all()) or not bool((p >= 0).all()):
         raise InvalidOption(f"{name} is not a probability distribution", "Give probabilities [..., V] that sum to 1")

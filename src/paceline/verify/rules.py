@@ -1,4 +1,4 @@
-"""Acceptance rules, as pure functions."""
+"""The acceptance rules, as pure functions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _LOG = logging.getLogger("paceline")
 
 
 def deferred(read: Callable[[int, Sequence[int]], T]) -> Callable[[int, Sequence[int]], T | None]:
-    """Wrap a function of (row, drafted tokens that lead to it) so that it returns None for a drafted row that raises.
+    """Wrap a function of (row, drafted tokens that lead to it). For a drafted row, the result returns None instead of
+    raising an error.
 
     A walk ends above such a row, as if the row had not been drafted. If the reply ends there (EOS, a stop string),
-    plain decoding never reads the row. Otherwise the next round begins with this row and raises the error, as plain
-    decoding does. So it never depends on a draft if a reply fails.
+    plain decoding would never have read the row. Otherwise, the next round begins with this row and raises the error,
+    as plain decoding does. So a draft never decides if a reply fails.
     """
 
     def attempt(row: int, path: Sequence[int]) -> T | None:
@@ -47,14 +48,14 @@ def deferred(read: Callable[[int, Sequence[int]], T]) -> Callable[[int, Sequence
 
 
 def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-    """Walk down the tree: at each visited row, choose the target's token and continue with the child that has it.
+    """Walk down the tree. At each row, choose the target's token, and continue with the child that has this token.
 
-    Only visited rows are shaped and checked. Plain decoding with the same sampler gives the same tokens, whatever
-    was drafted.
+    Only the visited rows are shaped and checked. The tokens are the same as with plain decoding and the same sampler,
+    whatever was drafted.
 
     Raises:
         NonFiniteLogits: If the logits of row 0 have no finite maximum. A processor may raise its own errors at row 0.
-            For other rows see `deferred`.
+            For errors at other rows, see `deferred`.
     """
     if sampler.greedy and not sampler.processors and logits.device.type != "cpu":
         return walk(draft, deferred(_greedy(logits, len(prefix))))
@@ -62,11 +63,11 @@ def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Ver
 
 
 def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
-    """Make a rule from a walk that keeps the target's distribution, but not its text.
+    """Make a rule from a walk that keeps the target's distribution, but not the text of plain decoding.
 
-    Draws come from the sampler's noise. So the same seed and drafter give the same text, but another drafter gives
-    another text. A drafter must not use this noise, except as `Sampler.rank` does. The rule raises `NonFiniteLogits`,
-    and `InvalidOption` if a q of the draft is not a distribution.
+    The draws come from the sampler's noise, so the same seed and drafter give the same text, but another drafter gives
+    another text. A drafter must not use this noise except through `Sampler.rank`. The rule raises `NonFiniteLogits` if
+    the logits of row 0 are not finite, and `InvalidOption` if a q of the draft is not a distribution.
     """
 
     def rule(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
@@ -81,11 +82,12 @@ def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
 def typical(
     draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix, epsilon: float = 0.09, delta: float = 0.3
 ) -> Verdict:
-    """Accept the longest drafted path of plausible tokens. This rule is lossy: it changes the distribution.
+    """Accept the longest drafted path on which all tokens are plausible. This rule is lossy: it changes the
+    distribution.
 
     A token is plausible if p > min(epsilon, delta * exp(-entropy)), where p is the target's distribution after
-    processors, temperature and truncation. Of equally long paths, the more likely one is accepted. The target's most
-    likely token follows, so a round always yields a token. The default values, and the rule (typical acceptance), are
+    processors, temperature and truncation. Among paths of equal length, the likeliest is accepted. The target's
+    likeliest token follows, so a round always yields a token. The rule (typical acceptance) and its default values are
     from Medusa, arXiv 2401.10774.
 
     Raises:
@@ -110,8 +112,8 @@ class _TypicalRow:
     """A row that `typical` may accept.
 
     Attributes:
-        path: Rows on the path to this row, including it.
-        tokens: Tokens of the path.
+        path: Rows on the path to this row, including this row.
+        tokens: Tokens of these rows.
         score: Log-probability of the path.
         p: The target's distribution after this row, or None if the row failed.
     """
@@ -137,14 +139,15 @@ RULES: dict[RuleName, Rule] = {
 
 
 def text_guarantee(sampler: Sampler, guarantee: Guarantee) -> Guarantee:
-    """Return the guarantee for a reply's text. `guarantee` is the machine's guarantee (`self_check.guarantee`)."""
+    """Return the guarantee for a reply's text. `guarantee`: The guarantee for target and machine
+    (`self_check.guarantee`)."""
     if sampler.draws:
         return "distribution"
     return "lossy" if sampler.rule == "typical" else guarantee
 
 
 def walk(draft: Draft, choose: Choose) -> Verdict:
-    """Follow the target's choices down the tree until a choice was not drafted or a row fails."""
+    """Follow the target's choices down the tree, until a choice was not drafted or a row fails."""
     children = {edge: node + 1 for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True))}
     path: list[int] = []
     tokens: list[int] = []
@@ -161,7 +164,7 @@ def walk(draft: Draft, choose: Choose) -> Verdict:
 
 
 def _greedy(logits: Tensor, position: int) -> Choose:
-    """Choose greedily, ties to the lowest id, with one reduction and one transfer for all rows."""
+    """Choose the likeliest token, or the lowest id in a tie. One reduction and one transfer serve all rows."""
     best = logits.max(-1)
     # Values and ids share one tensor, so the device is synchronised once. float32 holds ids below 2^24 exactly.
     values, tokens = torch.stack([best.values, best.indices.to(logits.dtype)]).tolist()

@@ -1,4 +1,4 @@
-"""Draft trees: depths and paths, fixed tree shapes, and packing drafts into the rows of one pass."""
+"""Draft trees: depths and paths, fixed tree shapes, and the packing of drafts into the rows of one pass."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget, Resume, Rows
 
 PREFILL_ROWS = 256
-"""Prompt tokens per prefill pass. More would take more memory; fewer would make the matrix products less efficient."""
+"""Number of prompt tokens per prefill pass. More tokens would take more memory. Fewer tokens would make the matrix
+products less efficient."""
 
 MIN_ROWS = 4
-"""Minimum number of rows of a target's pass. A matrix product with one row may use another kernel, with different bits.
-Packed bfloat16 products are faster with four rows than with two (docs/notes/kernels.md#packed-weights)."""
+"""Minimum number of rows in a pass of the target. A matrix product with a single row may use another kernel, which
+gives different bits. Packed bfloat16 products are faster with four rows than with two
+(docs/notes/kernels.md#packed-weights)."""
 
 
 Place = tuple[int, ...]
-"""Place of a node in a fixed tree, given by the ranks on its path. (0, 1) is the second child of the first node, and ()
-is the root."""
+"""The place of a node in a fixed tree: the rank, among its siblings, of each node on the path to it. (0, 1) is the
+second child of the first node, and () is the root."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Return the depth of every row, given the parents of nodes 1 to N. Row 0 has depth 0."""
+    """Return the depth of every row, given the parents of rows 1 to N. Row 0 has depth 0."""
     return layout.depths((NONE, *parents))
 
 
 def check(draft: Draft) -> None:
-    """Raise `InvalidOption` unless a draft is a tree with different siblings."""
+    """Raise `InvalidOption` unless a draft is a tree whose siblings have different tokens."""
     if len(draft.tokens) != len(draft.parents):
         raise InvalidOption(
             f"a draft has {len(draft.tokens)} tokens but {len(draft.parents)} parents",
@@ -53,7 +55,7 @@ def check(draft: Draft) -> None:
 
 
 def paths_of(draft: Draft) -> dict[int, list[int]]:
-    """Return the path to each row: the rows after row 0 that lead to it, including the row itself."""
+    """Return, for each row, the path to it: the rows after row 0 that lead to it, including the row itself."""
     paths: dict[int, list[int]] = {0: []}
     for row, parent in enumerate(draft.parents, 1):
         paths[row] = [*paths[parent], row]
@@ -61,7 +63,7 @@ def paths_of(draft: Draft) -> dict[int, list[int]]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
-    """Build a tree from paths of token ids, as Medusa describes trees. Common prefixes become common nodes."""
+    """Build a tree from paths of token ids, as Medusa describes trees. Paths with a common prefix share its nodes."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     tokens: list[int] = []
     parents: list[int] = []
@@ -76,11 +78,11 @@ def from_paths(paths: Iterable[Sequence[int]]) -> Draft:
 
 
 def with_siblings(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
-    """Build a tree for self-checks. No two rows of its path are adjacent.
+    """Build a tree for self-checks. Another row separates the rows of the path, so no two of them are adjacent.
 
     Args:
         path: Tokens of the path.
-        other: Token of an additional sibling before each token of the path.
+        other: Token of the sibling that is added before each token of the path.
 
     Returns:
         The tree, and the rows of the path.
@@ -92,30 +94,31 @@ def with_siblings(path: Sequence[int], other: int) -> tuple[Draft, list[int]]:
 
 @lru_cache(maxsize=64)
 def shape(budget: DraftBudget) -> Mapping[Place, int]:
-    """Return the number of children of each place in a fixed tree. Places without children are omitted."""
+    """Return a fixed tree as a map from each place to its number of children. Places without children are omitted."""
     return Counter(place[:-1] for place in places(budget))
 
 
 @lru_cache(maxsize=64)
 def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, ...]:
-    """Return the places of a fixed tree within a budget. Parents come before their children.
+    """Return the places of a fixed tree that fits into a budget. Parents come before their children.
 
     Args:
-        budget: Limits of nodes, depth and branch.
-        order: Places, the most useful first (`independent.best` computes it). By default, the most probable places if a
-            first child is accepted with probability 0.7 and each further child with a quarter of its predecessor's.
+        budget: The limits on nodes, depth and branch.
+        order: Places in order of usefulness, the most useful first (see `independent.best`). The default order is by
+            probability of acceptance, where a first child has probability 0.7 and each further child has a quarter of
+            the probability of the child before it.
     """
     kept: dict[Place, None] = {}
     for place in order or _usual(budget):
         if len(place) <= budget.depth and max(place) < budget.branch:
-            # Add the missing ancestors too, if the budget permits.
+            # Add missing ancestors first, as far as the budget allows.
             above = [place[:end] for end in range(1, len(place) + 1) if place[:end] not in kept]
             kept.update(dict.fromkeys(above[: budget.nodes - len(kept)]))
     return tuple(kept)
 
 
 def close(places: Iterable[Place]) -> tuple[Place, ...]:
-    """Renumber siblings from 0 without gaps."""
+    """Renumber siblings from 0, so that no number is missing."""
     names: dict[Place, Place] = {(): ()}
     children: Counter[Place] = Counter()
     for place in places:
@@ -126,7 +129,7 @@ def close(places: Iterable[Place]) -> tuple[Place, ...]:
 
 
 def _usual(budget: DraftBudget) -> Iterator[Place]:
-    """Yield places in order of cost. A step to the next sibling costs as much as four steps down."""
+    """Yield the places of a budget in order of cost. A step to the next sibling costs as much as four steps down."""
     heap: list[tuple[int, Place]] = [(1, (0,))] if budget.depth else []
     count = 0
     while heap and count < budget.nodes:
@@ -149,17 +152,18 @@ def pack(
 ) -> Rows:
     """Pack drafts into the rows of one pass: for each slot the pending token, its draft, and padding.
 
-    Slots are padded to the longest one, and to `MIN_ROWS` in total. A padding row is an additional root: it repeats the
-    pending token, sees the prefix and itself, and is never read.
+    All slots are padded to the number of rows of the longest, and so that the pass has at least `MIN_ROWS` rows. A
+    padding row is an additional root: it repeats the pending token, attends to the prefix and itself, and its results
+    are never read.
 
     Args:
         last: Pending token of each slot.
         drafts: Draft of each slot.
         slots: Slots of the pass.
-        lengths: Committed tokens of each slot.
+        lengths: Number of committed tokens of each slot.
         device: Device of the rows.
-        starts: Number of rows of each slot that earlier passes have fed, and that this pass omits. By default, the pass
-            resumes where drafting stopped (`Draft.carried`).
+        starts: For each slot, the number of rows that earlier passes have fed, and that this pass omits. By default,
+            the pass has all rows, and resumes at the layer where drafting stopped (`Draft.carried`).
     """
     begins = starts or [0] * len(drafts)
     counts = tuple(1 + len(d.tokens) - start for d, start in zip(drafts, begins, strict=True))
@@ -186,7 +190,8 @@ def pack(
 def _resume(
     last: Sequence[int], drafts: Sequence[Draft], slots: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> Resume | None:
-    """Return the last layer at which the pass can begin, or None. Drafts carried to another layer start over."""
+    """Return the state to resume a pass from, or None if no draft was carried. It resumes at the highest layer to which
+    a draft was carried. Drafts that were carried to another layer start over."""
     layer = max((draft.carried.layer for draft in drafts if draft.carried), default=0)
     if not layer:
         return None
@@ -202,14 +207,14 @@ def _resume(
 
 
 def chunk_end(done: int, limit: int = PREFILL_ROWS) -> int:
-    """Return the end of the prompt chunk that follows the first `done` tokens.
+    """Return the end of the prompt chunk that begins after the first `done` tokens.
 
-    A chunk has at most `limit` tokens and ends no later than the next multiple of `PREFILL_ROWS`. So the places of the
-    cuts, where states are kept (`cache/state.py`), do not depend on where feeding began.
+    A chunk has at most `limit` tokens and never crosses a multiple of `PREFILL_ROWS`. States are kept at these
+    multiples (`cache/state.py`), so they are the same wherever feeding began.
     """
     return min(done + limit, done - done % PREFILL_ROWS + PREFILL_ROWS)
 
 
 def pack_prefix(tokens: Sequence[int], slot: int, length: int, device: torch.device) -> Rows:
-    """Return the rows of a prefill chunk. `tokens` continue the slot's committed text of `length` tokens."""
+    """Return the rows of a prefill chunk. `tokens` follow the `length` tokens that the slot has committed."""
     return replace(pack([tokens[0]], [Draft.chain(tuple(tokens[1:]))], [slot], [length], device), prefill=True)

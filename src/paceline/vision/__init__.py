@@ -1,1 +1,1 @@
-"""Images in prompts: reading pictures, and encoding them for models that see."""
+"""Images in prompts: reading pictures, and encoding them for models that accept images."""

@@ -1,4 +1,4 @@
-"""Decoding pictures with Pillow. This runs in forks of the helper process, so it imports neither torch nor numpy."""
+"""Decodes pictures with Pillow. This runs in forks of the helper process, so it imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 36_000_000
-"""Maximum pixels of a picture. A page of A4 at 600 dots per inch has 35 million."""
+"""Maximum number of pixels in a picture. An A4 page at 600 dots per inch has 35 million."""
 MAX_SIDE = 16_384
 MAX_RATIO = 200
-"""Maximum ratio of the sides; models that see have no use for longer strips."""
+"""Maximum ratio of the sides. Vision models have no use for longer strips."""
 SECONDS, SECONDS_PER_PIXEL = 0.5, 1e-7
-"""Limit of processor time for a picture. Noise saved as PNG, the slowest honest kind, takes half of it."""
+"""Limit of processor time for a picture. Noise that was saved as PNG, which is the slowest legitimate input, takes half
+of it."""
 _KNOWN = "PNG, JPEG, WebP, GIF or BMP"
 _ORIENTATION = 0x0112
 _TURNS = {
@@ -44,7 +45,7 @@ _SIGNS = {
     b"\0\0\0\x0cJXL": "JPEG XL",
     b"\0\0\0\x0cjP": "JPEG 2000",
 }
-"""First bytes of files that people may take for pictures."""
+"""The first bytes of files that people may mistake for supported pictures."""
 
 
 class BadImage(ValueError):
@@ -63,11 +64,12 @@ def decoded(argument: tuple[bytes | str, int | None]) -> bytes | tuple[str, str]
     """Decode a picture.
 
     Args:
-        argument: The bytes of a file, or the same as base64. The maximum side to which the picture is scaled down.
+        argument: A pair: the bytes of a file (or the bytes in base64), and the maximum side to which the picture is
+            scaled down (or None).
 
     Returns:
-        Height and width as big-endian 32-bit integers, then RGB values [height, width, 3]. For a picture that cannot be
-        used, the cause and the fix.
+        Height and width as big-endian 32-bit integers, followed by the RGB values [height, width, 3]. If the picture
+        cannot be used, the cause and the fix.
     """
     data, most = argument
     try:
@@ -75,7 +77,8 @@ def decoded(argument: tuple[bytes | str, int | None]) -> bytes | tuple[str, str]
         _check_size(*image.size)
         _limit_time(image.width * image.height)
         if most is not None and max(image.size) > most:
-            # A JPEG can be decoded at half, a quarter or an eighth of its size. Twice the final size keeps it sharp.
+            # A JPEG can be decoded at half, a quarter or an eighth of its size. At twice the final size, it stays
+            # sharp.
             scale = 2 * most / max(image.size)
             image.draft(None, (math.ceil(scale * image.width), math.ceil(scale * image.height)))
         image = rgb(image, most)
@@ -85,14 +88,14 @@ def decoded(argument: tuple[bytes | str, int | None]) -> bytes | tuple[str, str]
 
 
 def rgb(image: Image.Image, most: int | None = None) -> Image.Image:
-    """Return an image as RGB, turned as its EXIF data says, with transparent pixels on white.
+    """Return an image as RGB. It is rotated as its EXIF data says, and transparent pixels are placed on white.
 
     Args:
         image: The image.
-        most: The maximum side, to which it is scaled down.
+        most: The maximum side, to which the image is scaled down. None keeps its size.
 
     Raises:
-        BadImage: If it has too many pixels.
+        BadImage: If the image has too many pixels.
     """
     _check_size(*image.size)
     image.load()
@@ -114,7 +117,7 @@ def rgb(image: Image.Image, most: int | None = None) -> Image.Image:
 
 
 def _raw(text: str) -> bytes:
-    """Return the bytes of base64, which may have line breaks, lack its padding, or use the alphabet of URLs."""
+    """Decode base64, which may contain line breaks, lack padding, or use the URL-safe alphabet."""
     compact = "".join(text.split()).translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
     try:
         return base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True)
@@ -123,7 +126,7 @@ def _raw(text: str) -> bytes:
 
 
 def _opened(data: bytes) -> Image.Image:
-    """Return the picture, of which Pillow has read only the header."""
+    """Open a picture. Pillow reads only its header."""
     if not data:
         raise BadImage("the image is empty", f"Send a {_KNOWN} file")
     try:
@@ -138,7 +141,7 @@ def _opened(data: bytes) -> Image.Image:
 
 
 def _kind(data: bytes) -> str | None:
-    """Return the name of a format that is not supported."""
+    """Return the name of the unsupported format that the data has, or None if it is not known."""
     start = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n")
     if data[4:8] == b"ftyp":
         return "AVIF" if data[8:12].startswith(b"avi") else "HEIC or a video"
@@ -163,14 +166,15 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _limit_time(pixels: int) -> None:
-    """In a fork, replace its time limit by the limit for this number of pixels."""
+    """In a fork, replace the time limit by the limit for this number of pixels."""
     with suppress(AttributeError):  # Windows has no timers, and no forks
         if signal.getitimer(signal.ITIMER_PROF)[0]:
             signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_PIXEL * pixels)
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the orientation in the EXIF data; 1, which is upright, if there is none or it is damaged."""
+    """Return the orientation in the EXIF data. It is 1, which means upright, if there is none or the data is
+    damaged."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # Pillow raises errors of many types for damaged EXIF data

@@ -1,4 +1,4 @@
-"""A model's vision: from pictures to the rows of a prompt."""
+"""A model's vision tower: from pictures to the rows of a prompt."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from paceline.vision.picture import Picture
 from paceline.vision.prompt import EncodedImage, ImagePrompt, PlacedImage
 
 _CACHED = 256 << 20
-"""Memory of encoded images that are kept for later prompts, in bytes."""
+"""Maximum memory of encoded images that are kept for later prompts, in bytes."""
 
 Encode = Callable[[str], list[int]]
 """Converts text to token ids."""
 
 
 class Vision:
-    """The vision tower of a model, which is loaded when the first image comes. It is thread-safe.
+    """The vision tower of a model. It is loaded when it gets its first image. It is thread-safe.
 
-    One image is encoded at a time, so that the result does not depend on other images, and requests do not compete for
-    processors. Encoded images are found by the hash of their pixels as long as a prompt uses them, and the latest ones
-    longer.
+    Images are encoded one at a time, so that a result does not depend on other images, and requests do not compete for
+    processors. Encoded images are found by the hash of their pixels. They are kept as long as a prompt uses them, and
+    the latest images are kept longer.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Vision:
         Args:
             family: The family.
             config: Contents of the multimodal model's config.json.
-            tensors: Opens the checkpoint.
-            settings: Settings of the image processor, or the folder that holds them.
-            dtype: Type of the computation.
+            tensors: A function that opens the checkpoint and returns its tensors.
+            settings: Settings of the image processor, or the folder that contains them.
+            dtype: Dtype of the computation.
             device: The tower's device.
         """
         self.family, self._config, self._tensors, self._settings = family, config, tensors, settings
         self._dtype, self._device = dtype, device
         self._lock, self._loading = Lock(), Lock()
         self._latest: OrderedDict[str, EncodedImage] = OrderedDict()
-        """Digest of a picture -> the encoded image, in the order of last use."""
+        """Digest of a picture -> the encoded image, least recently used first."""
         self._encoded: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
         """Digest of a picture -> the encoded image, for all images in memory."""
 
@@ -72,8 +72,8 @@ class Vision:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of encoded images that only prompts keep, in bytes."""
-        # Iterating over the dictionary could fail, since other threads encode images and drop prompts.
+        """Memory, in bytes, of the encoded images that only prompts keep alive."""
+        # Iterating over the dictionary itself could fail, because other threads encode images and drop prompts.
         only = (ref for ref in self._encoded.valuerefs() if ref.key not in self._latest)
         return sum(image.nbytes for ref in only if (image := ref()) is not None)
 
@@ -83,14 +83,14 @@ class Vision:
         """Return a prompt with images.
 
         Args:
-            text: A rendered chat template, with one mark of the template per picture.
+            text: A rendered chat template. The template must have written one mark per picture.
             pictures: The pictures, in order.
             encode: Converts text to token ids.
-            check: Called before each picture is encoded with the minimum number of the prompt's tokens. It may raise an
-                error.
+            check: Called before each picture is encoded, with the minimum number of tokens that the prompt will have.
+                It may raise an error.
 
         Raises:
-            InvalidPrompt: If the text does not have one mark per picture, or contains the token of images.
+            InvalidPrompt: If the text does not have one mark per picture, or contains the placeholder token.
             UnsupportedModel: If a package is missing.
         """
         marks = self._marks(text)
@@ -131,13 +131,13 @@ class Vision:
         return [hit.span() for hit in found if all(flags[slice(*hit.span())])]
 
     def rows(self, picture: Picture) -> int:
-        """Return the minimum number of rows of an image, which its size tells. Errors as for `encode`."""
+        """Return the minimum number of rows of an image, which follows from its size. Raise the errors of `encode`."""
         tower, (height, width, _) = self._loaded(), picture.pixels.shape
         with self._refusals(picture):
             return self.family.rows(tower, height, width)
 
     def encode(self, picture: Picture) -> EncodedImage:
-        """Return an image as the language model reads it.
+        """Return a picture as the language model reads it.
 
         Raises:
             InvalidPrompt: If the tower cannot encode an image of this size.

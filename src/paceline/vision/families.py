@@ -1,4 +1,4 @@
-"""The families of models that see."""
+"""The families of models with vision towers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.vision.prompt import EncodedImage
 
 
 def _idefics3(tower: Tower, image: Any) -> EncodedImage:
-    """Encode an image, as tiles in rows and columns followed by the whole image, or as the whole image only."""
+    """Encode an image as tiles in rows and columns, followed by the whole image, or as the whole image only."""
     inputs = tower.processor(images=[[image]], return_tensors="pt", return_row_col_info=True)
     (rows,), (columns,) = inputs.pop("rows")[0], inputs.pop("cols")[0]
     embeddings = torch.cat(tower.model.get_image_features(**inputs, return_dict=True).pooler_output)
@@ -27,7 +27,8 @@ def _idefics3(tower: Tower, image: Any) -> EncodedImage:
 
 
 def _idefics3_rows(tower: Tower, height: int, width: int) -> int:
-    # transformers counts too few unless the longest side is a multiple of a tile's side, as in SmolVLM and Idefics3.
+    # transformers counts too few patches, unless the longest side is a multiple of a tile's side, as in SmolVLM and
+    # Idefics3.
     _, rows, columns = tower.processor.get_number_of_image_patches(height, width)
     patches = tower.processor.max_image_size["longest_edge"] // tower.config.vision_config.patch_size
     found: int = (rows * columns + 1) * (patches // tower.config.scale_factor) ** 2
@@ -35,7 +36,7 @@ def _idefics3_rows(tower: Tower, height: int, width: int) -> int:
 
 
 def _lfm2(tower: Tower, image: Any) -> EncodedImage:
-    """Encode an image, as tiles in rows and columns followed by the whole image, or as the whole image only."""
+    """Encode an image as tiles in rows and columns, followed by the whole image, or as the whole image only."""
     inputs, rows, columns = tower.processor(image)
     parts = tower.model.get_image_features(**inputs, return_dict=True).pooler_output
     names = [f"<|img_row_{row}_col_{column}|>" for row in range(1, rows + 1) for column in range(1, columns + 1)]
@@ -50,7 +51,7 @@ def _lfm2_rows(tower: Tower, height: int, width: int) -> int:
 
 
 def _gemma3(tower: Tower, image: Any) -> EncodedImage:
-    """Encode an image as a whole, as a square."""
+    """Encode the whole image, scaled to a square."""
     inputs = tower.processor(images=[image], return_tensors="pt", do_pan_and_scan=False)
     (embeddings,) = tower.model.get_image_features(inputs["pixel_values"]).pooler_output
     text = f"\n\n<start_of_image>{'<image_soft_token>' * len(embeddings)}<end_of_image>\n\n"

@@ -1,4 +1,4 @@
-"""Data that describes how a family of models sees. The families are in `families.py`."""
+"""The data that describe the vision towers of a family of models. The families are in `families.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.vision.prompt import EncodedImage
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """A loaded vision tower: transformers' modules.
+    """A loaded vision tower, which consists of transformers' modules.
 
     Attributes:
         model: The multimodal model without its language model.
@@ -35,10 +35,10 @@ class VisionFamily:
         processor: Name of transformers' class of the image processor, or a class of Paceline.
         language: Name of the language model in `model`.
         tensors: Prefixes of the tower's tensor names in checkpoints.
-        encode: Function from the tower and a Pillow image to the image as the language model reads it.
-        rows: Function from the tower and the height and width of an image to the minimum number of rows that it gets.
+        encode: Maps the tower and a Pillow image to the image as the language model reads it.
+        rows: Maps the tower and the height and width of an image to the minimum number of rows that the image gets.
         mark: Text that the chat template writes for an image.
-        token: Text of the placeholder token, one of which stands for each row of an image.
+        token: Text of the placeholder token. One placeholder stands for each row of an image.
     """
 
     name: str

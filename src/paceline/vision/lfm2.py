@@ -1,4 +1,4 @@
-"""The image processor of LFM2-VL, without torchvision, which transformers' own (Lfm2VlImageProcessor) needs."""
+"""The image processor of LFM2-VL. Unlike transformers' own (Lfm2VlImageProcessor), it does not need torchvision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class TileProcessor:
     """
 
     def __init__(self, settings: Path | Mapping[str, Any]) -> None:
-        """`settings`: Contents of preprocessor_config.json, or its folder. Raises `CorruptModel` if one is wrong."""
+        """`settings`: Contents of preprocessor_config.json, or its folder. Raise `CorruptModel` if a setting is
+        wrong."""
         if isinstance(settings, Path):
             whole_file = read_json_if_exists(settings / "processor_config.json", {})
             settings = whole_file.get("image_processor") or read_json_if_exists(
@@ -56,7 +57,7 @@ class TileProcessor:
         self._own = own
         self._patch: int = own["encoder_patch_size"]
         self._factor: int = self._patch * own["downsample_factor"]
-        """Pixels of a row of the prompt, in each direction."""
+        """Number of pixels, in each direction, that a row of the prompt stands for."""
 
     def __call__(self, image: Any) -> tuple[dict[str, Tensor], int, int]:
         """Process an image.
@@ -108,7 +109,8 @@ class TileProcessor:
         return best[1], best[0]
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size of the copy of the whole image: multiples of a row's size, within the limits of rows."""
+        """Return the size of the copy of the whole image. Both sides are multiples of a row's size, and the number of
+        rows is within the limits."""
         factor = self._factor
         low, high = (self._own[key] * factor**2 for key in ("min_image_tokens", "max_image_tokens"))
         tall, wide = (max(factor, _multiple(side, factor)) for side in (height, width))
@@ -125,7 +127,7 @@ class TileProcessor:
         mean, std = (torch.tensor(self._own[key])[:, None, None] for key in ("image_mean", "image_std"))
         patches, shapes = list[Tensor](), list[tuple[int, int]]()
         for image in images:
-            # The same rounding as transformers, which divides by 255 within mean and deviation.
+            # This rounds like transformers, which includes the division by 255 in the mean and the deviation.
             normed = (image - mean * 255) / (std * 255)
             cut = normed[0].unflatten(2, (-1, self._patch)).unflatten(1, (-1, self._patch))
             shapes.append((cut.shape[1], cut.shape[3]))

@@ -22,10 +22,10 @@ def has_images(prompt: Prompt) -> bool:
 
 
 def split_images(messages: Sequence[Message]) -> tuple[Chat, list[Picture]]:
-    """Return messages in which an `ImagePart` stands for each image, and the pictures.
+    """Return the messages with an `ImagePart` in place of each image, and the pictures.
 
-    An image is {"type": "image", "image": SOURCE}, where SOURCE is what `read_picture` reads, or
-    {"type": "image_url", "image_url": {"url": "data:..."}}.
+    An image is {"type": "image", "image": SOURCE}, where SOURCE is any source that `read_picture` accepts, or {"type":
+    "image_url", "image_url": {"url": "data:..."}}.
 
     Raises:
         InvalidPrompt: If an image has no source, or cannot be read.

@@ -1,7 +1,7 @@
-"""Reading pictures from files, bytes, data URLs and Pillow images.
+"""Reads pictures from files, bytes, data URLs and Pillow images.
 
-Pictures are untrusted input. Encoded ones are decoded in a fork of the helper process (`paceline.text.sandbox`), with
-limits on time and memory. Bytes, pixels and sides are checked before anything is decoded.
+Pictures are untrusted input. An encoded picture is decoded in a fork of the helper process (`paceline.text.sandbox`),
+with limits on time and memory. The numbers of bytes and pixels and the sides are checked before decoding starts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 MAX_BYTES = 32 * 2**20
 """Maximum size of an encoded picture in bytes."""
 _SECONDS, _MEMORY = 4.1, 2**30
-"""Limits for decoding a picture of the largest size: processor time in seconds, and memory in bytes. Once the size is
-known, a smaller picture has less time."""
+"""Limits for decoding a picture of maximum size: processor time in seconds, and memory in bytes. When the size of a
+smaller picture is known, its time limit is reduced."""
 _DECODED, _IMPORTED = "paceline.vision.decoding:decoded", "paceline.vision.decoding:imported"
 _HEADER = struct.Struct(">II")
 _DATA_URL_CHARS = 500
-"""Maximum length of the part of a data URL before the data."""
+"""Maximum number of characters in a data URL before the data."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,14 +57,14 @@ class Picture:
 
 
 def read_picture(source: str | Path | bytes | Image | Picture, most: int | None = None) -> Picture:
-    """Read a picture. PNG, JPEG, WebP, GIF and BMP are known; an animation is read as its first frame.
+    """Read a picture in PNG, JPEG, WebP, GIF or BMP format. Only the first frame of an animation is read.
 
     Args:
-        source: A path, a data URL, the bytes of a file, a Pillow image, or a picture, which is returned.
+        source: A path, a data URL, the bytes of a file, a Pillow image, or a `Picture`, which is returned as it is.
         most: Scale the picture down if a side has more pixels than this.
 
     Raises:
-        InvalidPrompt: If the source is no picture of a known format, is damaged, or exceeds the limits.
+        InvalidPrompt: If the source is not a picture in one of these formats, is damaged, or exceeds the limits.
         InvalidOption: If Pillow is not installed.
         TimedOut: If the machine was too busy.
     """
@@ -89,7 +89,7 @@ def read_picture(source: str | Path | bytes | Image | Picture, most: int | None 
 
 
 def read_base64(text: str, most: int | None = None) -> Picture:
-    """Read a picture from base64. `most` and errors: as for `read_picture`."""
+    """Read a picture from base64. For `most` and the errors, see `read_picture`."""
     _check_installed()
     return _decoded(text, most)
 
@@ -145,7 +145,7 @@ def _decoded(data: bytes | str, most: int | None) -> Picture:
 
 
 def _of_image(image: Image, most: int | None) -> Picture:
-    """Return a Pillow image as a picture, decoding it in this process if that has not been done."""
+    """Return a Pillow image as a picture. If it has not been decoded yet, it is decoded in this process."""
     from paceline.vision.decoding import BadImage, rgb
 
     try:

@@ -1,4 +1,4 @@
-"""Prompts with images: token ids, and embeddings at some of their positions."""
+"""Prompts with images: token ids, with embeddings at some positions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class EncodedImage:
         text: Text that stands for the image in the prompt, with one placeholder token per row of `embeddings`.
         embeddings: Inputs of layer 0, [n, H].
         deep: See `Given.deep`, each [n, H].
-        grid: Numbers of positions (time, height, width) of the rows, for M-RoPE. None in other models.
-        mutual: Layers in which the rows see each other. If there are any, the rows are adjacent in the prompt, as with
-            a grid.
+        grid: For M-RoPE, the number of positions (time, height, width) that the rows take. None for other models.
+        mutual: Layers that let the rows see each other. If there are such layers, or if there is a grid, the rows are
+            adjacent in the prompt.
     """
 
     text: str
@@ -39,10 +39,10 @@ class EncodedImage:
 
     @cached_property
     def row_ids(self) -> list[int]:
-        """A negative 32-bit number for each row. It stands for everything that decides the row's inputs.
+        """For each row, a negative 32-bit number that stands for everything on which the row's inputs depend.
 
-        The numbers are hashes of all embeddings, since rows of one image may see each other. They are computed once for
-        all turns of a conversation.
+        The numbers are hashes of all embeddings, because the rows of an image may see each other. They are computed
+        once for all turns of a conversation.
         """
         whole = sha256(repr((tuple(self.embeddings.shape), str(self.embeddings.dtype), self.grid)).encode())
         for part in (self.embeddings, *self.deep):
@@ -53,26 +53,27 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedImage:
-    """An image in a prompt. `rows` are the positions of its rows in the prompt, ascending, [n]."""
+    """An image in a prompt. `rows` are the positions of its rows in the prompt, in ascending order, [n]."""
 
     image: EncodedImage
     rows: Sequence[int]
 
 
 class ImagePrompt(list[int]):
-    """Token ids of a prompt, in which the rows of images hold the model's placeholder token.
+    """The token ids of a prompt. The rows of images have the id of the model's placeholder token.
 
-    It can be used wherever a list of token ids can. Copies of the list are prompts without images.
+    It can be used wherever a list of token ids is expected. Copies of the list are prompts without images.
     """
 
     def __init__(self, tokens: Sequence[int], images: Sequence[PlacedImage]) -> None:
-        """`images` are in the order of their rows."""
+        """`images`: The images, in the order of their rows."""
         super().__init__(tokens)
         self.images = images
 
     @cached_property
     def cache_ids(self) -> list[int]:
-        """The ids with negative numbers for the rows of images. Prompts share a prefix if these are equal."""
+        """The ids, with negative numbers in place of the ids of image rows. Two prompts share a prefix if these ids are
+        equal."""
         ids = list(self)
         for placed in self.images:
             for row, number in zip(placed.rows, placed.image.row_ids, strict=True):
@@ -81,7 +82,7 @@ class ImagePrompt(list[int]):
 
     @cached_property
     def _axes(self) -> Tensor | None:
-        """Rotary positions [3, n] of the prompt up to the last image, for M-RoPE."""
+        """For M-RoPE, the rotary positions [3, n] of the prompt up to the last image."""
         if not any(placed.image.grid for placed in self.images):
             return None
         parts, done, position = list[Tensor](), 0, 0
@@ -100,7 +101,7 @@ class ImagePrompt(list[int]):
         return 0 if self._axes is None else self._axes.shape[1] - 1 - int(self._axes.max())
 
     def given(self, start: int, end: int) -> Given | None:
-        """Return the inputs of rows `start` to `end` - 1 that do not come from token ids. None if there are none."""
+        """Return the inputs of rows `start` to `end` - 1 that do not come from token ids, or None if there are none."""
         parts, rows = list[tuple[Tensor, ...]](), list[int]()
         mutual: Mutual = "none"
         for placed in self.images:
@@ -119,14 +120,15 @@ class ImagePrompt(list[int]):
         return Given(torch.tensor(rows), embeddings, tuple(deep), positions, mutual)
 
     def _positions(self, start: int, end: int) -> Tensor | None:
-        """Return rotary positions [3, end - start], if those differ from the positions after the last image."""
+        """Return the rotary positions [3, end - start], or None if all rows come after the last image."""
         if self._axes is None or start >= self._axes.shape[1]:
             return None
         later = torch.arange(self._axes.shape[1], max(end, self._axes.shape[1])) - self.lag
         return torch.cat([self._axes, later.expand(3, -1)], 1)[:, start:end]
 
     def chunk_end(self, start: int, end: int) -> int:
-        """Return the end of a chunk that must not cut an image whose rows see each other."""
+        """Return the end of a chunk, moved if necessary so that the chunk does not cut an image whose rows see each
+        other."""
         for placed in self.images:
             first, last = placed.rows[0], placed.rows[-1] + 1
             if placed.image.mutual != "none" and first <= start < last:
@@ -136,11 +138,11 @@ class ImagePrompt(list[int]):
         return end
 
     def whole(self, length: int) -> int:
-        """Return the length of the prefix of at most `length` tokens that does not end in such an image."""
+        """Return the length of the longest prefix of at most `length` tokens that does not end inside such an image."""
         cut = (placed.rows[0] for placed in self.images if placed.image.mutual != "none" and length in placed.rows[1:])
         return next(cut, length)
 
 
 def cache_ids(prompt: Sequence[int]) -> Sequence[int]:
-    """Return the ids by which prefix caches compare a prompt."""
+    """Return the ids that prefix caches compare for a prompt."""
     return prompt.cache_ids if isinstance(prompt, ImagePrompt) else prompt

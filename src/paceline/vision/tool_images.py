@@ -1,4 +1,4 @@
-"""Rendering chats with images, also with chat templates that show no images in tool results."""
+"""Renders chats with images, even with chat templates that show no images in tool results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _INTRODUCTION = "Images of the tool results above:"
 def render_images(
     vision: Vision, chat: Chat, pictures: Sequence[Picture], render: Callable[[Chat], str]
 ) -> tuple[str, Sequence[Picture]]:
-    """Render a chat so that the prompt shows its images, also if the template shows none in tool results.
+    """Render a chat such that the prompt shows its images, even if the template shows no images in tool results.
 
-    Such images move to a following message of the user. If the template does not allow that either, a note replaces
-    them, because a client cannot remove a result from the conversation.
+    Images in tool results are then moved to the next user message. If the template does not allow that either, a note
+    replaces them, because a client cannot remove a result from the conversation.
 
     Args:
         vision: The tower.
@@ -36,7 +36,7 @@ def render_images(
         The text, and the pictures that it shows.
 
     Raises:
-        InvalidPrompt: If the template refuses the messages.
+        InvalidPrompt: If the template rejects the messages.
     """
     *others, (last, fewer) = _forms(chat, pictures)
     for form, shown in others:
@@ -48,7 +48,7 @@ def render_images(
 
 
 def _forms(chat: Chat, pictures: Sequence[Picture]) -> Iterator[tuple[Chat, Sequence[Picture]]]:
-    """Yield forms of a chat with the pictures that they show, the best one first."""
+    """Yield forms of a chat, each with the pictures that it shows. The best form comes first."""
     yield chat, pictures
     roles = [message["role"] for message in chat for _ in _images(message)]
     if "tool" in roles:
@@ -58,7 +58,7 @@ def _forms(chat: Chat, pictures: Sequence[Picture]) -> Iterator[tuple[Chat, Sequ
 
 
 def _moved(chat: Chat) -> Chat:
-    """Move images of tool results to the message of the user after them, which is added if there is none."""
+    """Move images of tool results to the user message after them. If there is none, add one."""
     moved, waiting = Chat(), list[Any]()
     for message in chat:
         if waiting and message["role"] != "tool":
@@ -74,13 +74,13 @@ def _moved(chat: Chat) -> Chat:
 
 
 def _with_results(images: Sequence[ImagePart], content: Any) -> dict[str, Any]:
-    """Return a message of the user with the images of results before its own content."""
+    """Return a user message with the images of results, followed by its own content."""
     own = content if isinstance(content, list) else [_text(content)] if content else []
     return {"role": "user", "content": [_text(_INTRODUCTION), *images, *own]}
 
 
 def _noted(message: dict[str, Any], note: str) -> dict[str, Any]:
-    """Return a message with notes in place of images if it is a tool result."""
+    """Return a message. If it is a tool result, notes replace its images."""
     if message["role"] != "tool" or not _images(message):
         return message
     return {**message, "content": [_text(note) if isinstance(x, ImagePart) else x for x in message["content"]]}

@@ -1,4 +1,4 @@
-"""Loading of vision towers, which are transformers' own modules."""
+"""Loads vision towers, which are transformers' own modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_tower(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tower:
-    """Load a vision tower. See `Vision` for the arguments.
+    """Load a vision tower. `Vision` describes the arguments.
 
     Raises:
         UnsupportedModel: If the installed transformers does not have the model.
@@ -36,7 +36,7 @@ def load_tower(
     with quiet(), library_errors("the vision tower cannot be loaded", _AGAIN):
         own = transformers.AutoConfig.for_model(**config)
         shape = own.get_text_config()
-        # The language model runs elsewhere, so this one is as small as possible.
+        # The language model runs elsewhere, so make transformers' language model as small as possible.
         shape.num_hidden_layers, shape.vocab_size, shape.pad_token_id = 0, 1, None
         if getattr(shape, "layer_types", None):
             shape.layer_types = []
@@ -76,7 +76,7 @@ def _class(name: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' reports about the language model, which is missing on purpose."""
+    """Suppress transformers' messages about the language model, which is missing on purpose."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

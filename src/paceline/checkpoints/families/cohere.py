@@ -1,7 +1,7 @@
 """Command R (Cohere), and Command R7B and A (Cohere 2).
 
-They have layer norms, attention and feed-forward part in parallel, a factor of the logits and interleaved rotary pairs.
-The largest models have QK-norm.
+They have layer norms, parallel attention and feed-forward blocks, a scaling factor for the logits, and interleaved
+rotary pairs. The largest models have QK-norm.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def _command(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _cohere(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Take the longer context: older models are trained for more than `max_position_embeddings`."""
+    """Use the longer context, because older models were trained for more than `max_position_embeddings`."""
     return _command(raw, replace(base, context_length=max(base.context_length, raw["model_max_length"] or 0)))
 
 
 def _cohere2(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Add windows in three layers of four, and positions only in these layers."""
+    """Add windows to three layers out of four. Only these layers encode positions."""
     return _command(raw, windows_but_every(raw, base, raw["sliding_window_pattern"], base.rope, None))
 
 

@@ -1,6 +1,6 @@
 """DeepSeek V2 and V3, and families with V3's layers (Kimi K2, GLM-4.7-Flash).
 
-They have latent attention, and experts above the first layers.
+They have multi-head latent attention (MLA), and mixtures of experts in all layers except the first ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.models.rope import scaling_of
 
 SCORE_BIAS = {".mlp.gate.e_score_correction_bias": ".mlp.expert_bias"}
 BIAS = {"exp_probs_b.bias": "mlp.expert_bias"}
-"""Name of the bias of the experts' scores in GGUF files. (In folders: `SCORE_BIAS`.)"""
+"""Name, in GGUF files, of the bias of the experts' scores. In folders, its name is `SCORE_BIAS`."""
 GROUPED_KEYS: dict[str, FieldKind] = {
     **each(EXPERT_COUNT | NULL, "num_experts_per_tok", "n_group", "topk_group"),
     **each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
@@ -49,7 +49,7 @@ GROUPED_KEYS: dict[str, FieldKind] = {
     "topk_method": TEXT,
     "mlp_layer_types": listed(TEXT) | NULL,
 }
-"""Keys of experts in groups."""
+"""Config keys of mixtures whose experts are in groups."""
 _KEYS = {
     **GROUPED_KEYS,
     **each(whole(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
@@ -112,7 +112,7 @@ _FLASH: dict[str, Any] = {
 
 
 def _deepseek(raw: Raw, base: ModelConfig, sigmoid: bool = True) -> ModelConfig:
-    """Add latent attention and experts.
+    """Add multi-head latent attention (MLA) and mixtures of experts.
 
     Args:
         raw: The config.
@@ -150,7 +150,7 @@ def _deepseek(raw: Raw, base: ModelConfig, sigmoid: bool = True) -> ModelConfig:
 
 _KINDS = ("dense", "sparse")
 _METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
-"""Scoring function -> the ways to select experts that it supports."""
+"""Scoring function -> the methods of selecting experts that are supported with it."""
 
 
 def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
@@ -158,7 +158,7 @@ def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
 
     Args:
         raw: The config.
-        sigmoid: Scores are computed by sigmoid, as in V3, otherwise by softmax.
+        sigmoid: True if scores are computed by sigmoid, as in V3. False if they are computed by softmax.
     """
     scoring, method = "sigmoid" if sigmoid else "softmax", raw["topk_method"]
     if raw["scoring_func"] != scoring or method not in _METHODS[scoring] or raw["moe_layer_freq"] != 1:
@@ -192,17 +192,19 @@ def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
 
 
 def _temperature(raw: Raw, base: ModelConfig) -> float:
-    """Return YaRN's factor of whole queries and keys, in addition to the factor of their rotary parts."""
+    """Return the factor that YaRN applies to whole queries and keys, in addition to the factor for their rotary
+    parts."""
     by = scaling_of(raw).get("mscale_all_dim")
     factor = dict(base.rope.scaling).get("factor", 1.0)
     return 0.1 * by * math.log(factor) + 1.0 if base.rope.kind == "yarn" and by and factor > 1 else 1.0
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Read V2, or V3 and others with its layers. The scores of the experts distinguish them.
+    """Read V2, V3, or another model with V3's layers. The scoring function of the experts distinguishes V2 from the
+    others.
 
-    In newer files, `key_length` and `value_length` are the sizes of a row of the cache. The sizes of heads have other
-    keys (`_mla`).
+    In newer files, `key_length` and `value_length` are the sizes of a row in the cache. The sizes of heads then have
+    keys that end in `_mla`.
     """
     tensors = meta.file.tensors
     if meta.get("attention.temperature_scale"):

@@ -1,4 +1,5 @@
-"""EXAONE 4: norms after attention and feed-forward part. If some layers slide, the others encode no positions."""
+"""EXAONE 4: norms after attention and after the feed-forward block. If some layers have a sliding window, the other
+layers encode no positions."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from paceline.models.config import ModelConfig, NormConfig
 def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
     base = replace(base, norms=NormConfig(base.norms.eps, before=False, after=True, heads="shared"))
     every = raw["sliding_window_pattern"]
-    # A config may hold the default window although it is not used.
+    # A config may contain the default window even if the model does not use it.
     if raw["sliding_window"] is None or not every:
         return base
     return windows_but_every(raw, base, every, base.rope, None)

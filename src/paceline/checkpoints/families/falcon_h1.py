@@ -1,4 +1,5 @@
-"""Falcon-H1: attention and a state in every layer, and factors of activations, which are moved into the weights."""
+"""Falcon-H1: every layer has both attention and a Mamba-2 state. Activations are multiplied by factors, which are moved
+into the weights here."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.lazy import Renamed
 
 Multiplier = Sequence[tuple[int, float]]
-"""Factors of the rows of a tensor: (number of rows, their factor), in order."""
+"""The factors for the rows of a tensor: pairs of a number of rows and their factor, in order."""
 _ANY_ROWS = MOST_ROWS
 _FACTORS = (
     *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
@@ -65,10 +66,12 @@ def _falcon_h1(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def multipliers(raw: Raw) -> dict[str, Multiplier]:
-    """Return the factors of tensors, by suffixes of their names. The model applies them to activations.
+    """Return the factors for tensors, by the suffix of their names. The original model applies these factors to
+    activations.
 
     Raises:
-        CorruptModel: If a key is wrong. (Tensors may be read before the rest of the config is checked.)
+        CorruptModel: If a key is wrong. It is checked here because tensors may be read before the rest of the config is
+            checked.
     """
     raw = {**_DEFAULTS, **raw}
     check("config.json", raw, {**DECODER, **_KEYS})
@@ -80,7 +83,7 @@ def multipliers(raw: Raw) -> dict[str, Multiplier]:
     keys = raw["mamba_n_groups"] * raw["mamba_d_state"]
     sizes = values, values, keys, keys, raw["mamba_n_heads"]
     parts = list(zip(sizes, raw["ssm_multipliers"] or (1.0,) * 5, strict=True))
-    # The factors of weights and of biases.
+    # For each projection, the factors for its weight and for its bias.
     factors: dict[str, tuple[Multiplier, Multiplier]] = {
         "self_attn.k_proj": ([(_ANY_ROWS, into * key)], [(_ANY_ROWS, key)]),
         "mamba.in_proj": ([(count, raw["ssm_in_multiplier"] * factor) for count, factor in parts], parts),
@@ -95,10 +98,10 @@ def multipliers(raw: Raw) -> dict[str, Multiplier]:
 
 
 class Scaled(Renamed):
-    """Tensors, some of them multiplied by factors of their rows."""
+    """Tensors, with the rows of some tensors multiplied by factors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], factors: Mapping[str, Multiplier]) -> None:
-        """Multiply tensors by `factors`, which maps suffixes of tensor names to factors."""
+        """Multiply tensors by `factors`, which maps the suffix of a tensor's name to the factors for its rows."""
         super().__init__(tensors)
         self._factors = {name: f for name in tensors for end, f in factors.items() if name.endswith(end)}
 
@@ -118,7 +121,7 @@ class Scaled(Renamed):
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Read the sizes of states. The factors are part of the tensors."""
+    """Read the sizes of states. The tensors in GGUF files already include the factors."""
     return {"mamba_norm_before_gate": False, **read_state(meta), "mamba_d_ssm": meta["ssm.inner_size"]}
 
 

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: norm weights stored as distances from 1, norms after each part, windows, and bounded scores."""
+"""Gemma 1 to 3: norm weights that are stored minus 1, norms after each block, sliding windows, and softcaps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _gemma(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | None = None) -> ModelConfig:
-    """Build Gemma 2: norms before and after each part, and windows.
+    """Build Gemma 2: norms before and after each block, and sliding windows.
 
     Args:
         raw: The config.
         base: The common part.
-        every: Period of layers with full attention. The other layers slide.
-        local: The rotary embedding of layers that slide; None: the model's.
+        every: Period of the layers with full attention. The other layers have a sliding window.
+        local: The rotary embedding of layers with a sliding window. None if they use the model's.
     """
     base = replace(
         base,
@@ -43,7 +43,7 @@ def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | Non
 
 
 def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Build Gemma 3: Gemma 2 with QK-norm, and another rotary base in layers that slide."""
+    """Build Gemma 3: Gemma 2 with QK-norm, and another rotary base in layers with a sliding window."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw["rope_local_base_freq"], base.head_dim)
     base = _gemma2(raw, base, raw["sliding_window_pattern"], local)
@@ -51,7 +51,7 @@ def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def rope_of_full_layers(scaling: Raw) -> Raw:
-    """Return the scaling of layers without a window, if the config has one for each type."""
+    """Return the rope scaling of layers without a window, if the config has a scaling for each layer type."""
     return scaling.get(FULL, {} if SLIDING in scaling else scaling) or {}
 
 
@@ -76,7 +76,8 @@ def _read3(meta: Metadata, config: Config) -> Config:
 
 
 def _query_scalar(config: Config, layers_of_27b: int) -> int:
-    """Return the head's size, or another size in the 27B models, which are recognised by their depth as in llama.cpp.
+    """Return the size that scales the queries: the head size, or another size for the 27B models. As in llama.cpp, the
+    number of layers identifies these models.
 
     The metadata has no key for it.
     """

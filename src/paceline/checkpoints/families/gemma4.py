@@ -1,7 +1,7 @@
 """Gemma 4.
 
-Layers with full attention have another head size, upper layers share keys and values, and there are per-layer
-embeddings.
+Layers with full attention have another head size than the other layers. Upper layers share the keys and values of lower
+layers. There are per-layer embeddings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
 }
 _OWN_SIZES = each(SIZE, "head_dim", "num_key_value_heads")
-"""Sizes that a layer may set for itself."""
+"""Config keys of the sizes that each layer may set for itself."""
 
 
 def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -72,9 +72,9 @@ def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
     types = read_types(raw["layer_types"], base, (FULL, SLIDING), lambda i: FULL if (i + 1) % 6 == 0 else SLIDING)
-    types[-1] = FULL  # transformers forces this too
+    types[-1] = FULL  # as transformers does
     own = base.layers - raw["num_kv_shared_layers"]
-    # A model without keys of its own is an assistant, which reads its target's (`assistant.py`).
+    # A model without keys of its own is an assistant, which reads the target's keys (`assistant.py`).
     if own and not {*types[own:]} <= {*types[: max(0, own)]}:
         raise CorruptModel(
             f"{raw['num_kv_shared_layers']} layers share keys, but no other layer has keys to share", CORRECT
@@ -97,7 +97,7 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
 
 
 def _sizes(raw: Raw, base: ModelConfig, types: Sequence[str]) -> list[dict[str, int]]:
-    """Return the number and size of each layer's key heads."""
+    """Return, for each layer, the number and the size of its key heads."""
     common = {"head_dim": base.head_dim, "num_key_value_heads": base.kv_heads}
     wide = {"head_dim": raw["global_head_dim"] or base.head_dim, "num_key_value_heads": base.kv_heads}
     if raw["attention_k_eq_v"] and raw["num_global_key_value_heads"]:
@@ -128,7 +128,7 @@ def _rope(raw: Raw, kind: str, head_dim: int) -> RopeConfig:
 
 
 def _last(types: Sequence[str], kind: str) -> int:
-    """Return the last layer of a kind."""
+    """Return the index of the last layer of a kind."""
     return len(types) - 1 - types[::-1].index(kind)
 
 
@@ -139,7 +139,7 @@ def _rope_of_sliding_layers(scaling: Raw) -> Raw:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Read the sizes of both kinds of layers. Rotary planes that do not rotate have factors of at least 1e20."""
+    """Read the sizes of both kinds of layers. A factor of at least 1e20 marks a rotary plane that does not rotate."""
     layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
     shared = meta.get("attention.shared_kv_layers", 0)
     widths = by_layer(meta["feed_forward_length"], layers)

@@ -1,4 +1,5 @@
-"""GLM-4 of 2024 and of 2025, and GLM-4.5 to 4.7, which have DeepSeek-V3's experts above the first layers."""
+"""GLM-4 of 2024 and of 2025, and GLM-4.5 to 4.7. The latter have DeepSeek-V3's experts in all layers except the first
+ones."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from paceline.models.config import LayerConfig, ModelConfig
 
 
 def _glm4(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Add norms after attention and feed-forward part."""
+    """Add norms after attention and after the feed-forward block."""
     return replace(base, norms=replace(base.norms, after=True))
 
 
@@ -34,7 +35,7 @@ def _glm4_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read_moe(meta: Metadata, config: Config) -> Config:
-    # The first layer does not decide, because a file may hold only the MTP layer.
+    # Look at all layers, not at the first one, because a file may contain only the MTP layer.
     normed = any(name.endswith(".attn_q_norm.weight") for name in meta.file.tensors)
     own = {"use_qk_norm": normed, "first_k_dense_replace": meta.get("leading_dense_block_count", 0)}
     return {**read_gguf_experts(meta), **rotated_share(meta, config), **own}

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: layer norms, and attention and feed-forward part in parallel, each behind its own norm."""
+"""GPT-NeoX and Pythia: layer norms, and parallel attention and feed-forward blocks, each with its own norm."""
 
 from __future__ import annotations
 

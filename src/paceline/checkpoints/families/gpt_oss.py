@@ -1,4 +1,5 @@
-"""gpt-oss: every other layer slides, attention has sinks, and all layers are mixtures with a clamped SwiGLU."""
+"""gpt-oss: every other layer has a sliding window, attention has sinks, and all layers are mixtures of experts with a
+clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Read the experts and windows. The trained YaRN does not round its planes, which no metadata key records."""
+    """Read the experts and windows. The models were trained with a YaRN that does not round its rotary planes. No
+    metadata key records this."""
     rope = {**config["rope_scaling"], "truncate": False} if config["rope_scaling"] else {"rope_type": "default"}
     return {
         "num_local_experts": meta["expert_count"],

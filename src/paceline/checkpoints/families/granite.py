@@ -1,4 +1,5 @@
-"""Granite 3: Llama with factors of the embedding, the scores, the layers' outputs and the logits."""
+"""Granite 3: Llama with scaling factors for the embedding, the attention scores, the outputs of layers, and the
+logits."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ KEYS = dict.fromkeys(_FACTORS, FACTOR)
 
 
 def granite(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Add the factors."""
+    """Add the scaling factors."""
     return replace(
         base,
         embed_scale=raw["embedding_multiplier"],
@@ -26,7 +27,7 @@ def granite(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def read_factors(meta: Metadata, config: Config) -> Config:
-    """Return the factors in a GGUF file."""
+    """Return the scaling factors in a GGUF file."""
     keys = {"embedding_multiplier": "embedding", "residual_multiplier": "residual", "logits_scaling": "logit"}
     factors = {name: meta.get(f"{key}_scale", 1.0) for name, key in keys.items()}
     return {"attention_multiplier": meta["attention.scale"], **factors}

@@ -1,4 +1,4 @@
-"""Granite 4: Granite with states in most layers, and in some models experts."""
+"""Granite 4: Granite with Mamba-2 states in most layers. Some models also have mixtures of experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.files.schema import EXPERT_COUNT, EXPERTS, ROWS, whole
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig
 
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
-"""Names of layer types."""
+"""The names that configs use for the two layer types."""
 
 
 def _granite4(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -49,7 +49,7 @@ def _granite4(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Read states and factors. Layers without key heads have no attention."""
+    """Read the states and the scaling factors. Layers without key heads have no attention."""
     attends = each_layer(meta, config, "attention.head_count_kv")
     return {
         **read_state(meta),

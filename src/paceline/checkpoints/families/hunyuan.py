@@ -1,4 +1,4 @@
-"""Hunyuan (dense): Llama with QK-norm after the rotation, and a larger rotary base."""
+"""Hunyuan (dense): Llama with QK-norm after the rotary embedding, and a larger rotary base."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.models.rope import scaling_of
 
 
 def _rope(scaling: Raw) -> Raw:
-    """Remove a scaling rule with an `alpha`. It is called "dynamic", but does not depend on the text."""
+    """Remove a rope scaling with an `alpha`. Its type is "dynamic", but it does not depend on the text's length."""
     return {"rope_theta": scaling.get("rope_theta")} if scaling.get("alpha") else scaling
 
 

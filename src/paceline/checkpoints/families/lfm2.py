@@ -17,7 +17,7 @@ _CONV, _EXPERT = "conv", ("w1", "w3", "w2")
 
 
 def _lfm2(raw: Raw, base: ModelConfig, dense: int | None = None) -> ModelConfig:
-    """Build the layers. The first `dense` layers have no experts; with None, no layer has any."""
+    """Build the layers. The first `dense` layers have no experts. If `dense` is None, no layer has experts."""
     attends = raw.get("full_attn_idxs")
     types = read_types(
         raw.get("layer_types"),

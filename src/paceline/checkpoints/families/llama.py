@@ -7,7 +7,7 @@ from paceline.checkpoints.gguf_metadata import Config, Metadata
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Distinguish Llama from Mistral and Mixtral, which GGUF files call llama too, by windows and experts."""
+    """Distinguish Llama from Mistral and Mixtral by windows and experts, because GGUF files call all of them llama."""
     if meta.get("expert_count", 0):
         return {
             "model_type": "mixtral",

@@ -1,7 +1,7 @@
 """Llama 4.
 
-Most layers have chunked attention. Every few layers, one has full attention, with queries that grow with the position
-instead of a rotary embedding. The scores of experts are computed by sigmoid.
+Most layers have chunked attention. One layer in every few has full attention, without a rotary embedding, and scales
+its queries by a factor that grows with the position. The scores of experts are computed by sigmoid.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
 
 _CHUNKED = ("chunked_attention", FULL)
 _MAVERICK = 128
-"""Number of experts of the only Llama 4 without QK-norm. llama.cpp recognises that model by this number too."""
+"""Number of experts of the only Llama 4 model without QK-norm. llama.cpp also identifies that model by this number."""
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Read the experts, which small models (MobileLLM-R1) lack.
+    """Read the experts, if there are any. Small models (MobileLLM-R1) have none.
 
-    The metadata lacks chunk sizes and temperatures, but all models have the same values.
+    The metadata contains no chunk sizes and temperatures, but they are the same for all models.
     """
     whole_text = meta.get("attention.sliding_window") == 0
     count = meta.get("expert_count", 0)

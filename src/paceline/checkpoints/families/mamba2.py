@@ -1,4 +1,4 @@
-"""Mamba-2, whose layers are only states, and Bamba, which also has attention in a few layers."""
+"""Mamba-2, whose layers have only states, and Bamba, which has attention in a few layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXER_NAMES = {
     **{f".mixer.{x}.": f".mlp.{x}." for x in ("up_proj", "down_proj", "experts", "gate", "shared_experts")},
     ".mixer.": ".mamba.",
 }
-"""Tensor names of models whose layers have one mixer each."""
+"""Tensor names of models whose layers each have a single mixer."""
 BAMBA_NAMES = {
     "model.final_layernorm.": "model.norm.",
     ".pre_ff_layernorm.": ".post_attention_layernorm.",
@@ -44,7 +44,7 @@ PREFIXED: dict[str, Any] = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-"""Defaults of the sizes of states, as Bamba's configs name them."""
+"""Default sizes of states, under the keys of Bamba's configs."""
 PREFIXED_KEYS: dict[str, FieldKind] = {
     **each(HEAD_COUNT, "mamba_n_heads", "mamba_n_groups"),
     "mamba_d_state": whole(1, 4096),
@@ -65,10 +65,10 @@ _LIMITS = (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 
 
 def state_of(raw: Raw, activation: str, *, groups: int, heads: int, keys: int, values: int, width: int) -> Mamba2Config:
-    """Return the state of a layer of these sizes.
+    """Return the config of a layer's state with these sizes.
 
     Raises:
-        UnsupportedModel: The activation or the limit of time steps differs from the published models.
+        UnsupportedModel: If the activation or the limit of time steps differs from the published models.
     """
     if activation != "silu":
         raise UnsupportedModel(f"Mamba-2 with the activation {activation!r} is not supported", "Use another model")
@@ -78,7 +78,7 @@ def state_of(raw: Raw, activation: str, *, groups: int, heads: int, keys: int, v
 
 
 def prefixed_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
-    """Return the state of a layer by the keys of Bamba's configs."""
+    """Return the config of a layer's state, from a config with Bamba's keys."""
     heads, size = raw["mamba_n_heads"], raw["mamba_d_head"]
     inner = raw.get("mamba_d_ssm") or raw["mamba_expand"] * base.hidden
     return state_of(
@@ -93,7 +93,7 @@ def prefixed_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
 
 
 def read_state(meta: Metadata, prefix: str = "mamba_") -> Config:
-    """Return the sizes of states in a GGUF file, as Bamba's configs name them."""
+    """Return the sizes of states in a GGUF file, under the keys of Bamba's configs."""
     heads = meta["ssm.time_step_rank"]
     names = {"n_heads": heads, "d_head": meta["ssm.inner_size"] // heads, "d_conv": meta["ssm.conv_kernel"]}
     names |= {"d_state": meta["ssm.state_size"], "n_groups": meta["ssm.group_count"]}

@@ -1,4 +1,5 @@
-"""Nemotron-H: each layer is a state, attention without positions, a feed-forward part, or experts."""
+"""Nemotron-H: each layer has either a Mamba-2 state, attention without positions, a feed-forward block, or a mixture of
+experts."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def _experts(raw: Raw) -> MixtureConfig:
 
 
 def _read(meta: Metadata, config: Config, feeds: str = "mlp") -> Config:
-    """Read the type of each layer: attention has key heads, a feed-forward part has a width, others are states."""
+    """Read the type of each layer. An attention layer has key heads, and a feed-forward layer has a width. All other
+    layers have states."""
     pairs = (each_layer(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = read_state(meta, "")
     return {

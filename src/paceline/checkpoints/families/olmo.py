@@ -1,6 +1,6 @@
 """OLMo 2 and 3, and OLMoE.
 
-QK-norm is applied across heads. In OLMo, norms come after attention and feed-forward part.
+QK-norm is applied across heads. In OLMo 2 and 3, norms come after attention and after the feed-forward block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _olmo2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _olmo3(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Add windows in three layers of four. Positions are not stretched in these layers."""
+    """Add sliding windows to three layers out of four. Rope scaling does not apply to these layers."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw.get("rope_theta", base.rope.theta), base.head_dim)
     return _olmo2(raw, windows_but_every(raw, base, 4, local, base.rope))
@@ -47,7 +47,7 @@ def _read_experts(meta: Metadata, config: Config) -> Config:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Distinguish OLMo 3, which has windows, from OLMo 2."""
+    """Distinguish OLMo 3 from OLMo 2, which has no sliding windows."""
     if not config["sliding_window"]:
         return {}
     return {"model_type": "olmo3", "layer_types": layer_types(meta, config["num_hidden_layers"], 4)}

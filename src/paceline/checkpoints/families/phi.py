@@ -1,4 +1,4 @@
-"""Phi-1 and 2: layer norms, attention and feed-forward part in parallel, and feed-forward networks without a gate."""
+"""Phi-1 and 2: layer norms, parallel attention and feed-forward blocks, and feed-forward networks without a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4: Llama with fused projections, windows, partial rotation, and factors for long prompts."""
+"""Phi-3 and Phi-4: Llama with fused projections, sliding windows, partial rotary embeddings, and other rotary factors
+for long prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from paceline.checkpoints.layer_plans import windows_everywhere
 
 
 def _rope(scaling: Raw) -> Raw:
-    """Replace the older names of longrope."""
+    """Replace the older names of the rope scaling type longrope."""
     old = scaling.get("rope_type", scaling.get("type")) in ("su", "yarn")
     return {**scaling, "rope_type": "longrope"} if old else scaling
 

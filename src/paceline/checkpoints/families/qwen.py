@@ -1,4 +1,5 @@
-"""Qwen2; Qwen3, dense, with experts, and the language model of Qwen3-VL; MiMo, which is Qwen2 with an MTP layer."""
+"""Qwen2, Qwen3 (dense and with experts), the language models of Qwen2-VL and Qwen3-VL, and MiMo, which is Qwen2 with an
+MTP layer."""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ from paceline.models.config import MixtureConfig, ModelConfig
 from paceline.models.rope import scaling_of
 
 LANGUAGE = {"model.language_model.": "model."}
-"""Tensor names in files of multimodal models."""
+"""Prefix of tensor names in multimodal models -> the language model's prefix."""
 _SLIDES = {"use_sliding_window": FLAG | NULL}
 _KEYS = {**_SLIDES, "max_window_layers": whole()}
 _DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 
 def text_axes(scaling: Raw) -> Raw:
-    """Remove the keys that assign rotary planes to axes of images. In text, all axes have the same position."""
+    """Remove the keys that assign rotary planes to the axes of images. In text, the position is the same on all
+    axes."""
     own = {key: value for key, value in scaling.items() if key not in ("mrope_section", "mrope_interleaved")}
     return {key: value for key, value in own.items() if value != "mrope"}
 
 
 def with_axes(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Assign the rotary planes to the axes of images: section by section, or in turn (Qwen3-VL and later)."""
+    """Assign the rotary planes to the axes of images: section by section, or alternating (Qwen3-VL and later)."""
     scaling = scaling_of(raw)
     sections, count = scaling.get("mrope_section"), int(base.head_dim * base.rope.share) // 2
     if not sections:
@@ -42,7 +44,7 @@ def with_axes(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def read_axes(meta: Metadata, config: Config) -> Config:
-    """Read the sections of M-RoPE, whose planes take turns in all models with a GGUF layout."""
+    """Read the sections of M-RoPE. The axes' planes alternate in all models that have a GGUF layout."""
     sections = meta.get("rope.dimension_sections")
     if not sections:
         return {}
@@ -51,7 +53,7 @@ def read_axes(meta: Metadata, config: Config) -> Config:
 
 
 def _read_axes_apart(meta: Metadata, config: Config) -> Config:
-    """Read the sections of M-RoPE, whose planes follow each other."""
+    """Read the sections of M-RoPE. The planes of each axis are consecutive."""
     found = read_axes(meta, config)
     return found and {"rope_scaling": {**found["rope_scaling"], "mrope_interleaved": False}}
 
@@ -65,7 +67,7 @@ def _qwen3_vl(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
-    """Add windows, which only upper layers have."""
+    """Add sliding windows. Only upper layers have them."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
     return layered(base, layer_windows(raw, base, window, lambda i: window is not None and i >= first))
 
@@ -144,7 +146,7 @@ FAMILIES = (
             "mtp.layers.0.input_proj.": "mtp.fc.",
             "mtp.layers.0.final_layernorm.": "mtp.norm.",
         },
-        mtp_early=True,  # by Xiaomi's code for vLLM
+        mtp_early=True,  # according to Xiaomi's code for vLLM
     ),
     Family(
         "qwen3",

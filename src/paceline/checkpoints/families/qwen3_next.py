@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: Gated DeltaNet, and every few layers attention with a gate."""
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet in most layers, and gated attention in one layer of every few."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _read(meta: Metadata, config: Config) -> Config:
 
 
 def _read_tiled(meta: Metadata, config: Config) -> Config:
-    """Read Qwen3.5, whose files order heads by their keys (`MatrixConfig.tiled`)."""
+    """Read Qwen3.5. Its files store heads in another order (`MatrixConfig.tiled`)."""
     return {**_read(meta, config), **read_axes(meta, config), "linear_heads_tiled": True}
 
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with a head size of its own."""
+"""Seed-OSS: Llama with a head size that does not follow from the hidden size."""
 
 from __future__ import annotations
 

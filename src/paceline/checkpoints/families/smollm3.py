@@ -1,4 +1,4 @@
-"""SmolLM3: every fourth layer encodes no positions, and only such a layer may slide."""
+"""SmolLM3: every fourth layer encodes no positions, and only such a layer may have a sliding window."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """StableLM: layer norms.
 
-In the largest models, attention and feed-forward part are in parallel, and there is QK-norm.
+The largest models also have parallel attention and feed-forward blocks, and QK-norm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _stablelm(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _read(meta: Metadata, config: Config) -> Config:
-    """Detect parallel parts in the tensors, as llama.cpp does, because the metadata may be wrong."""
+    """Detect parallel blocks from the tensors, as llama.cpp does, because the metadata may be wrong."""
     return {
         "layer_norm_eps": config["rms_norm_eps"],
         "use_parallel_residual": not has_part(meta, "ffn_norm"),

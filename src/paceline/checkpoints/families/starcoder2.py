@@ -1,4 +1,4 @@
-"""StarCoder 2: layer norms, feed-forward networks without a gate, and biases, which are detected in the tensors."""
+"""StarCoder 2: layer norms, feed-forward networks without a gate, and biases, which are detected from the tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The slab cache of a CUDA device. Rows are stored in the order of their numbers, and attention reads the description
-of a pass from device tensors."""
+"""The slab cache for CUDA devices. Rows are stored in the order of their numbers, and attention reads the description
+of a pass from tensors on the device."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from paceline.kernels.cuda.table import RowTable
 from paceline.types import DraftBudget, Forward, Rows
 
 Replay = Callable[[], Forward]
-"""Runs a recorded pass over the current contents of its table."""
+"""A function that runs a recorded pass on the current contents of its table."""
 
 
 class DeviceCache(SharedSlabCache):
-    """A `SharedSlabCache` whose passes read lengths and places from the device, so that one graph serves all lengths.
+    """A `SharedSlabCache` whose passes read lengths and places from the device, so that the same graph serves all
+    lengths.
 
-    Graphs contain addresses. The cache therefore keeps its memory as long as it exists, and drops its graphs when a
+    Graphs contain memory addresses. So the cache keeps its memory as long as it exists, and drops its graphs when a
     slab or the decoder's table of rotary factors moves (`RotarySet.reserve`).
 
     Attributes:
-        graphs: Graphs that `DeviceDecoder` recorded, by size of the pass.
-        passes: Number of passes so far, by size of the pass.
+        graphs: The graphs that `DeviceDecoder` has recorded, by the size of the pass.
+        passes: Number of passes so far, by the size of the pass.
         reach: Position up to which the rotary factors were computed when the graphs were recorded.
     """
 
     initial_capacity = 2048
-    """Positions of a new slab. A graph is dropped when its slab grows, so slabs begin larger than on a CPU."""
+    """Capacity of a new slab. When a slab grows, its graphs are dropped, so slabs are larger at the start than on a
+    CPU."""
 
     def __init__(self, *args: Any) -> None:
         """See `SharedSlabCache`."""
@@ -46,18 +48,19 @@ class DeviceCache(SharedSlabCache):
         self._spare: int | None = None
 
     def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
-        """Acquire a slot. The first place belongs to a spare slot: the padding slots of a graph write there."""
+        """Acquire a slot. The first place belongs to a spare slot, to which the padding slots of a graph write."""
         if self._spare is None:
             self._spare = super().acquire()
         return super().acquire(prompt, adapter, lag)
 
     def release(self, slot: int) -> None:
-        """Release a slot. The spare one stays: after an error an engine releases every slot that no request holds."""
+        """Release a slot. A call for the spare slot is ignored, because after an error an engine releases every slot
+        that no request holds."""
         if slot != self._spare:
             super().release(slot)
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """Return the whole budget, limited only by the `BLOCK` rows that a ring has room for.
+        """Return the budget, limited only to the `BLOCK` rows for which a ring has room.
 
         A row's bits do not depend on block boundaries here.
         """
@@ -74,7 +77,7 @@ class DeviceCache(SharedSlabCache):
         return self.over(table, prompt)
 
     def places(self, rows: Rows, count: int) -> list[int]:
-        """Return the places of a pass's slots, each with room for `count` rows.
+        """Make room for `count` rows in each slot of a pass, and return the places of these slots.
 
         Raises:
             OutOfMemory: If the slabs cannot grow that far.
@@ -89,11 +92,11 @@ class DeviceCache(SharedSlabCache):
         return [self._places[slot] for slot in rows.slots]
 
     def over(self, table: RowTable, prompt: tuple[int, int] | None = None) -> DevicePass:
-        """Return a pass over the contents that the table has when the pass runs.
+        """Return a pass. When it runs, it reads the contents that the table has at that time.
 
         Args:
             table: The rows of the pass.
-            prompt: Place and length of the slot, if these rows continue its prompt. Any kernel may serve a prompt.
+            prompt: Place and length of the slot, if these rows continue its prompt. Any kernel may then be used.
 
         Returns:
             A pass that is valid until a slab moves.
@@ -101,7 +104,8 @@ class DeviceCache(SharedSlabCache):
         return DevicePass(self, table, prompt)
 
     def _columns(self, rows: Rows, index: int) -> Sequence[int]:
-        # `SlotTable._columns` again, which `SlabCache` overrides: rows are stored in the order of their numbers here.
+        # Restore `SlotTable._columns`, which `SlabCache` overrides: here, rows are stored in the order of their
+        # numbers.
         return range(len(rows.parents[index]))
 
 
@@ -120,7 +124,7 @@ class DevicePass:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values [B, T, kv_heads, D] without computing attention, for rows that only later passes
-        see."""
+        read."""
         keys, values, targets, _ = self._layers[layer]
         for slab, x in ((keys, k), (values, v)):
             slab.view(-1, slab.shape[-1]).index_copy_(0, targets, x.reshape(-1, x.shape[-1]))
@@ -139,7 +143,7 @@ class DevicePass:
 
 
 def _targets(slab: Tensor, table: RowTable) -> Tensor:
-    """Return the lines of a layer [places * kv_heads * capacity, D] that a pass writes, int64 [B * T * kv_heads]."""
+    """Return the lines that a pass writes in a layer [places * kv_heads * capacity, D], int64 [B * T * kv_heads]."""
     _, _, kv, capacity, _ = slab.shape
     row = torch.arange(table.rows, device=slab.device)
     column = ((table.lengths + table.starts)[:, None] + row) % capacity
@@ -150,12 +154,13 @@ def _targets(slab: Tensor, table: RowTable) -> Tensor:
 def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
     """Compute attention of each row over its slot's committed prefix, its ancestors and itself.
 
-    The keys and values of these rows must be written already. A Triton kernel runs on CUDA, plain products elsewhere.
+    The keys and values of these rows must already be stored. On CUDA a Triton kernel runs, and elsewhere plain
+    products.
 
     Args:
         q: [B, T, heads, D].
         keys: [places, kv_heads, capacity, D], one layer of a slab, with position p in column p % capacity.
-        values: Same shape as `keys`.
+        values: Values, in the same shape as `keys`.
         table: The rows of the pass.
         spec: Kind of attention of the layer.
 
@@ -171,7 +176,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: Layer
 
 
 def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
-    """Compute `attend` with masked products over the whole slab.
+    """Compute the same as `attend` with masked products over the whole slab.
 
     No shape depends on a length, so a graph can record it.
     """
@@ -191,24 +196,26 @@ def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: La
 
 
 def visible(table: RowTable, capacity: int, window: int | None, chunked: bool = False) -> Tensor:
-    """Bool [B, T, capacity]: the columns that each row sees."""
+    """Return the columns that each row attends to, bool [B, T, capacity]."""
     lengths, deep, paths = table.lengths.long(), table.depths.long(), table.paths.long()
     here = (lengths[:, None] + deep)[..., None]
     nearest = passed_by(here, window, chunked) if window else torch.full_like(here, -1)
     last = lengths[:, None] - 1
-    # The prefix position held by a column: the last one before `length` that falls on it.
+    # A column holds the last position before `length` that maps to it.
     prefix = (last - (last - torch.arange(capacity, device=lengths.device)) % capacity)[:, None]
     seen = (prefix >= 0) & (prefix > nearest)
     depth = torch.arange(table.reach, device=lengths.device)
     there = lengths[:, None, None] + depth
     kept = (depth <= deep[..., None]) & (there > nearest)
     columns = torch.where(kept, (lengths[:, None, None] + paths) % capacity, capacity)
-    # The rows may have overwritten columns of the prefix, but a ring is so long that all of them are out of the window.
+    # The rows may have overwritten columns of the prefix. A ring is long enough that these columns have left the
+    # window.
     return torch.cat([seen, seen[..., :1]], -1).scatter(2, columns, True)[..., :capacity]
 
 
 def _attend_prompt(q: Tensor, keys: Tensor, values: Tensor, place: int, length: int, spec: LayerAttention) -> Tensor:
-    """Compute attention of a prompt chunk with torch's fastest kernel. A chunk never depends on a draft."""
+    """Compute the attention of a prompt chunk with torch's fastest kernel. This is possible because a chunk never
+    depends on a draft."""
     _, t, heads, d = q.shape
     begin = max(0, length + 1 - spec.window) if spec.window else 0
     column = torch.arange(begin, length + t, device=q.device)

@@ -11,11 +11,11 @@ from paceline.cache.attention import LayerAttention
 from paceline.kernels.cuda.table import SPLIT, RowTable
 
 BLOCK = 64
-"""Keys per step of a program."""
+"""Number of keys that a program reads per step."""
 
 TILE = 16
-"""Queries (one head of one row each) that share the keys and values that a program reads. Tensor cores take no
-fewer."""
+"""Number of queries (each is one head of one row) that share the keys and values that a program reads. Tensor cores
+need at least this number."""
 
 LOW = tl.constexpr(-1.0e30)
 """Finite substitute for -inf: LOW - LOW is 0, but inf - inf is NaN."""
@@ -24,9 +24,9 @@ LOW = tl.constexpr(-1.0e30)
 def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
     """Compute `cache.attend` by flash-decoding (Dao et al. 2023) with fixed splits of `SPLIT` positions.
 
-    All rows share the reads of splits that end before the first row. In later splits, each row reads its own ancestors
-    in the order of their positions, and so adds the same numbers in the same order as plain decoding. The bits of a row
-    depend neither on the draft nor on the number of rows and slots.
+    All rows share the reads of the splits that end before the first row. In later splits, each row reads its own
+    ancestors in the order of their positions, so it adds the same numbers in the same order as plain decoding. The bits
+    of a row depend neither on the draft nor on the number of rows and slots.
     """
     b, t, heads, d = q.shape
     kv, capacity = keys.shape[1], keys.shape[2]
@@ -52,7 +52,7 @@ def tree_attention(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spe
 
 @triton.jit
 def _first(length, window, SPLIT: tl.constexpr, WINDOWED: tl.constexpr):
-    """Return the first split that any row sees."""
+    """Return the first split that any row attends to."""
     if WINDOWED:
         return tl.maximum(0, length - window + 1) // SPLIT
     return length * 0
@@ -62,7 +62,7 @@ _SIZES = ["q_b", "q_t", "q_h", "path_b", "path_t", "info", "window", "rows", "ca
 _TABLES = ["places", "paths", "lengths", "depths"]
 
 
-# Without these options, Triton compiles a special kernel for arguments that are 1 or a multiple of 16. It may give
+# Without these options, Triton compiles special kernels for arguments that are 1 or multiples of 16, which may give
 # different bits.
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_TABLES)
 def _share(
@@ -71,7 +71,8 @@ def _share(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one split: for a tile of all rows' queries before the first row, for a single row after that."""
+    """Compute one split. If the split ends before the first row, compute it for a tile of the queries of all rows.
+    Otherwise, compute it for a single row."""
     b, kv, which = tl.program_id(1) // KV, tl.program_id(1) % KV, tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV
     length = tl.load(lengths + b * info)
@@ -131,7 +132,7 @@ def _join(
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one query, in order."""
+    """Combine the splits of one query, in order."""
     row, head = tl.program_id(0), tl.program_id(1)
     b = row // rows
     length = tl.load(lengths + b * info)
@@ -155,7 +156,7 @@ def _join(
 
 
 ROWS = 64
-"""Rows of a product's tile. Hopper's tensor cores take no fewer, so smaller passes are padded."""
+"""Number of rows in a product's tile. Hopper's tensor cores need at least this number, so smaller passes are padded."""
 
 
 def fixed_product(
@@ -163,8 +164,8 @@ def fixed_product(
 ) -> Tensor:
     """Compute residual + x W^T + b.
 
-    The tile shape and the order of the sum depend only on W, so a row's bits depend only on that row. (A BLAS library
-    chooses tiles and splits sums by the number of rows.)
+    The tile shape and the order of the sum depend only on W, so a row's bits depend only on that row. A BLAS library,
+    in contrast, chooses tiles and splits sums by the number of rows.
 
     Args:
         x: [R, in].
@@ -189,7 +190,8 @@ def fixed_product(
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    """Choose columns and depth of a tile from the number of outputs, for at least one program per multiprocessor."""
+    """Choose the columns and the depth of a tile by the number of outputs, for at least one program per
+    multiprocessor."""
     return (32, 128) if columns < 8192 else (64, 128) if columns < 32768 else (128, 64)
 
 
@@ -199,7 +201,7 @@ def _product(
     OUT: tl.constexpr, IN: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of the result, adding from the first input to the last."""
+    """Compute one tile of the result. Products are added from the first input to the last."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)

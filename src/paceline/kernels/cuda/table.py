@@ -1,4 +1,4 @@
-"""The rows of a pass in device tensors that keep their addresses when their contents change."""
+"""The rows of a pass, in tensors on the device that keep their addresses when their contents change."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from paceline.types import Rows
 Ints = npt.NDArray[np.int32]
 
 SPLIT = 256
-"""Positions of one partial sum of attention. One program computes each partial sum, and all are added in order. Splits
-begin at multiples of it, so that they hold the same positions for every length, and any rows and slots of a pass."""
+"""Number of positions in a split, whose partial sum of attention one program computes. The partial sums are added in
+order. Splits begin at multiples of this number, so they contain the same positions for every length and for any rows
+and slots of a pass."""
 
 
 class RowTable:
@@ -25,7 +26,7 @@ class RowTable:
 
     Attributes:
         tokens: int64 [B, T].
-        lengths: Committed tokens of each slot, int32 [B].
+        lengths: Number of committed tokens of each slot, int32 [B].
         places: Place of each slot in the slabs, int32 [B].
         starts: Number of the first row of each slot, int32 [B].
         depths: Number of ancestors of each row, int32 [B, T].
@@ -36,14 +37,15 @@ class RowTable:
         """Allocate a table. `reach` must exceed the depth of every row."""
         self.slots, self.rows, self.reach = slots, rows, reach
         self.tokens = torch.zeros(slots, rows, dtype=torch.long, device=device)
-        # All of them share one tensor, so that a pass needs one transfer.
+        # All of these share one tensor, so that a pass needs a single transfer.
         self._all = torch.zeros(slots, 3 + rows + rows * reach, dtype=torch.int32, device=device)
         self.lengths, self.places, self.starts = self._all[:, :3].unbind(1)
         self.depths = self._all[:, 3 : 3 + rows]
         self.paths = self._all[:, 3 + rows :].view(slots, rows, reach)
 
     def fill(self, rows: Rows, places: Sequence[int]) -> None:
-        """Write the rows of a pass of at most this size. Padding rows are roots, and padding slots use place 0."""
+        """Write the rows of a pass that is no larger than the table. Padding rows are roots, and padding slots use
+        place 0."""
         b, t = rows.tokens.shape
         entries = np.zeros(self._all.shape, dtype=np.int32)
         entries[:, 3:] = _depths_and_paths((), 0, self.rows, self.reach)
@@ -62,7 +64,7 @@ class RowTable:
 
 @lru_cache(maxsize=512)
 def _depths_and_paths(parents: tuple[int, ...], start: int, count: int, reach: int) -> Ints:
-    """Return `depths` followed by `paths` of row `start` and all later rows, padded to `count` rows."""
+    """Return the `depths`, followed by the `paths`, of row `start` and all later rows, padded to `count` rows."""
     filled = (*parents, *([NONE] * (start + count - len(parents))))
     deep = depths(filled)
     paths = np.zeros((len(filled), reach), dtype=np.int32)
