@@ -221,7 +221,7 @@ def test_rows_that_a_head_leaves_to_its_target_are_drafted_from_as_if_it_stored_
     assert any(draft.tokens for draft in drafts[0])
     assert drafts == drafts[:1] * 3
     wide = CONFIGS["wider than its target"]
-    with pytest.raises(CorruptModel, match="has no lm_head.weight, and its width 40 is not its target's, 32"):
+    with pytest.raises(CorruptModel, match=r"has no lm_head\.weight, and its width 40 is not its target's, 32"):
         Eagle(wide, {name: x for name, x in eagle_tensors(wide).items() if name != "lm_head.weight"}, TOY)
 
 
