@@ -47,9 +47,9 @@ def gates_of(mixer: DeltaNet) -> tuple[NativeLinear, NativeLinear] | None:
 
 def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -> CDeltaNet:
     """Return the structure of a mixer. `pointer`: Pads a vector, keeps it alive, and returns its address."""
-    c, (share, step), state = mixer.config, mixer.gates, mixer.recurrence
-    assert isinstance(share, NativeLinear)
-    assert isinstance(step, NativeLinear)
+    gates = gates_of(mixer)
+    assert gates
+    c, (share, step), state = mixer.config, gates, mixer.recurrence
     (queries, keys), convolution = state.units, state.convolution
     bias = convolution.bias
     return CDeltaNet(
@@ -124,9 +124,6 @@ class KernelStates:
 
 def _updates(c: MatrixConfig, rows: int) -> Tensors:
     """Return memory for the updates of a matrix state (see `recurrent.MatrixState`)."""
-    sizes = c.channels, c.heads, (c.key_heads, c.key_dim), (c.heads, c.value_dim)
+    shapes = (c.channels,), (c.heads,), (c.key_heads, c.key_dim), (c.heads, c.value_dim)
     # The kernels write float32 into main memory, whatever defaults the user has set in torch.
-    return tuple(
-        torch.empty(rows, *(size if isinstance(size, tuple) else (size,)), dtype=torch.float32, device="cpu")
-        for size in sizes
-    )
+    return tuple(torch.empty(rows, *shape, dtype=torch.float32, device="cpu") for shape in shapes)
