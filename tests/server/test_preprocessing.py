@@ -20,6 +20,7 @@ from paceline.server import bodies, grammars
 from paceline.server.apis.completions import CompletionRequest
 from paceline.server.apis.tokens import TokenizeRequest
 from paceline.server.errors import ApiError
+from paceline.server.limits import Settings
 from paceline.server.preprocessing import Preprocessor
 from tests.support.running import Serving, serving
 from tests.support.slow_llm import slow_llm
@@ -236,7 +237,9 @@ PARTS = [{"type": "text", "text": ""}]
 def test_bodies_count_until_they_are_planned(body: Any) -> None:
     async def check() -> None:
         preprocessor = Preprocessor()
-        reader = bodies.BodyReader(preprocessor, 2**20, 2_500_000 if "messages" in body else 1_000_000)
+        total = 2_500_000 if "messages" in body else 1_000_000
+        limits = Settings(max_body=2**20, max_bodies=total, max_images=0, max_image_bytes=0)
+        reader = bodies.BodyReader(preprocessor, limits)
         async with reader.read(posted(body), TokenizeRequest), reader.read(posted(body), TokenizeRequest):
             with pytest.raises(ApiError, match="too many large requests at once"):
                 async with reader.read(posted({"prompt": "a" * 450_000}), TokenizeRequest):

@@ -133,8 +133,7 @@ class Front:
     def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
         self._replicas, self._settings = replicas.options(stream=True), settings
         self._preprocessor = Preprocessor()
-        limits = settings.max_body, settings.max_bodies, settings.max_image_chars
-        self._bodies = BodyReader(self._preprocessor, *limits)
+        self._bodies = BodyReader(self._preprocessor, settings)
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""

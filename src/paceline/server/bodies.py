@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 
 from paceline.server.errors import ApiError, bad_request, invalid_body, retry_later
+from paceline.server.limits import Settings
 from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
 from paceline.server.schema import NamedBody
 
@@ -58,17 +59,16 @@ class _HeldBytes:
 class BodyReader:
     """Reads bodies. Limits the size of each, and of all large ones that are arriving or being prepared."""
 
-    def __init__(self, preprocessor: Preprocessor, limit: int, total: int, images: int = 0) -> None:
+    def __init__(self, preprocessor: Preprocessor, settings: Settings) -> None:
         """Make a reader.
 
         Args:
             preprocessor: Parses large bodies.
-            limit: Maximum bytes of one body without its images.
-            total: Maximum bytes of all large bodies together, from their arrival until their requests are prepared. A
-                parsed body counts with the memory that it takes.
-            images: Maximum characters of the images in one body.
+            settings: Limits: of one body without its images, of the images in one body, and of all large bodies
+                together. A parsed body counts with the memory that it takes.
         """
-        self._preprocessor, self._limit, self._total, self._images = preprocessor, limit, total, images
+        self._preprocessor = preprocessor
+        self._limit, self._total, self._images = settings.max_body, settings.max_bodies, settings.max_image_chars
         self._held: list[_HeldBytes] = []
         """Oldest first."""
 

@@ -69,7 +69,7 @@ class Service:
         self.waiting = RequestLimit(max(1, settings.max_requests // 2), "are already waiting for a model to be loaded")
         self.preprocessor = Preprocessor()
         self.responses = ResponseStore()
-        self.bodies = BodyReader(self.preprocessor, settings.max_body, settings.max_bodies, settings.max_image_chars)
+        self.bodies = BodyReader(self.preprocessor, settings)
         stored = self.responses, settings.max_body + settings.max_image_chars
         self.apis: Sequence[Api[Any]] = (
             *(ChatCompletions(), Completions(), Responses(*stored), Compaction(*stored), Messages()),
