@@ -1,8 +1,8 @@
 """Measure decoding while other programs keep the cores busy, with the default number of threads and with one thread.
 
 The other programs are busy loops in separate processes. The two thread counts alternate from reply to reply. The
-default is one thread per physical core, and the kernels' thread pool uses only as many of them as speed up decoding. The
-goal for the default is at least 0.9 of the speed of the faster one.
+default is one thread per physical core, and the kernels' thread pool uses only as many of them as speed up decoding.
+The goal for the default is at least 0.9 of the speed of the faster one.
 
     python benchmarks/busy.py --model qwen2.5-coder-1.5b.gguf
 """
