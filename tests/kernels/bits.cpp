@@ -100,7 +100,7 @@ struct Packed {
 
     // `kind`: 0 for the type's own.
     Packed(const Source& from, int kind, int out, int in, uint64_t seed, float size = 0.05f)
-        : types(out, from.type), bias(numbers(whole(out), seed + 1)) {
+        : types(out, from.type), bias(numbers(padded_size(out), seed + 1)) {
         const size_t blocks = size_t(out) * in / from.elements;
         Random random(seed);
         for (size_t block = 0; block < blocks; block++) {
@@ -113,7 +113,7 @@ struct Packed {
             if (from.type == 39) put(0, uint8_t(120 + random.bits() % 8));
         }
         for (int row = 0; row < out; row++) rows.push_back(&source[size_t(row) * in / from.elements * from.bytes]);
-        if (!kind) kind = from.type == 0 ? FULL : from.type == 1 ? HALF : from.type == 30 ? WIDE : paceline_kind(from.type);
+        if (!kind) kind = from.type == 0 ? F32 : from.type == 1 ? F16 : from.type == 30 ? BF16 : paceline_kind(from.type);
         const int width = (in + GROUP - 1) / GROUP * GROUP;
         packed.resize(paceline_bytes(kind, out, width));
         if (paceline_pack(kind, out, in, rows.data(), types.data(), packed.data(), 1)) std::puts("pack\tfailed");
@@ -161,7 +161,7 @@ void matrices() {
         products_of(source.name, w, in, {1.0f, 1e-3f, 1e4f});
     }
     for (const Source* source : {&F32_SOURCE, &Q6_K_SOURCE})
-        for (int kind : {int(EIGHT), int(FOUR_AND_FLOOR), int(IQ4_NL), int(WIDE), int(HALF), int(FULL)}) {
+        for (int kind : {int(INT8), int(INT4_OFFSET), int(IQ4_NL), int(BF16), int(F16), int(F32)}) {
             const Packed w(*source, kind, 37, 256, 6);
             const std::string name = std::string(source->name) + " to " + std::to_string(kind);
             report("packed " + name, w.packed);
@@ -210,9 +210,9 @@ void functions() {
     report("softcap", x);
     for (float size : {1.0f, 1e-18f, 1e15f}) {
         const auto rows = rounded_numbers(numbers(5 * 77, 9, size));
-        auto weight = numbers(whole(77), 10);
+        auto weight = numbers(padded_size(77), 10);
         std::vector<bf16> y(rows.size());
-        paceline_norm(rows.data(), WIDE, 77, 5, weight.data(), 1e-5f, y.data());
+        paceline_norm(rows.data(), BF16, 77, 5, weight.data(), 1e-5f, y.data());
         report("norm of " + std::to_string(size), y);
     }
     const auto scores = numbers(5000, 11, 8);
@@ -224,8 +224,8 @@ void functions() {
             const auto bias = numbers(40, 12);
             const Routing routing = scored ? Routing{40, used, used > 1, 1, 5, 2, 2, 1, bias.data(), bias.data()}
                                            : Routing{40, used, used > 1, 0, 0, 0, 0, 0, nullptr, nullptr};
-            std::vector<int32_t> chosen(routing.each());
-            std::vector<float> parts(routing.each()), ties(3 * routing.width());
+            std::vector<int32_t> chosen(routing.per_row());
+            std::vector<float> parts(routing.per_row()), ties(3 * routing.padded_experts());
             for (int i = 0; i < 40; i++) ties[i] = float(i * 7 % 11);
             choose(ties.data(), routing, chosen.data(), parts.data());
             const std::string name = "experts " + std::to_string(used) + (scored ? " by sigmoid, of groups" : "");
@@ -265,8 +265,8 @@ constexpr int HIDDEN = 256, FFN = 256, QUERY = 4, KV = 2, CAPACITY = 2048, LONG 
 template <class Stored>
 std::vector<typename Stored::Number> stored_lines(int count, int size, uint64_t seed) {
     const auto x = numbers(size_t(count) * size, seed);
-    std::vector<typename Stored::Number> lines(count * Stored::line(size));
-    for (int i = 0; i < count; i++) Stored::write(&lines[i * Stored::line(size)], &x[size_t(i) * size], size);
+    std::vector<typename Stored::Number> lines(count * Stored::line_length(size));
+    for (int i = 0; i < count; i++) Stored::write(&lines[i * Stored::line_length(size)], &x[size_t(i) * size], size);
     return lines;
 }
 
@@ -304,8 +304,8 @@ class Recurrence {
     DeltaNet net;
 
    private:
-    Packed share_{F32_SOURCE, FULL, HEADS, HIDDEN, 70}, step_{F32_SOURCE, FULL, HEADS, HIDDEN, 71};
-    std::vector<float> unit_ = std::vector<float>(whole(KEYS), 0.2f);  // longer keys let the state grow without bound
+    Packed share_{F32_SOURCE, F32, HEADS, HIDDEN, 70}, step_{F32_SOURCE, F32, HEADS, HIDDEN, 71};
+    std::vector<float> unit_ = std::vector<float>(padded_size(KEYS), 0.2f);  // longer keys let the state grow without bound
     std::vector<float> rate_ = numbers(LANES, 72), bias_ = numbers(LANES, 73), norm_ = numbers(VALUES, 74), weight_ = numbers(WIDTH * CHANNELS, 75);
     std::vector<float> before_[2] = {numbers((WIDTH - 1) * CHANNELS, 76), numbers(HEADS * KEYS * VALUES, 77)}, after_[2] = {before_[0], before_[1]};
     std::vector<float> entries_, decay_, keys_, changes_;
@@ -319,14 +319,14 @@ class Text {
 
    public:
     Text(const Model& model, const Source& codes, int kind, const Source& head)
-        : size_(whole(model.head_dim)), mix_(QUERY * model.head_dim), given_(model.given), gated_(model.gated),
+        : size_(padded_size(model.head_dim)), mix_(QUERY * model.head_dim), given_(model.given), gated_(model.gated),
           qkv_(codes, kind, (QUERY * (1 + gated_) + (given_ ? KV : 2 * KV)) * model.head_dim, HIDDEN, 20), query_(codes, kind, mix_, HIDDEN, 27),
-          gate_(codes, kind, given_ ? given_ : LANES, HIDDEN, 28), embedding_(F32_SOURCE, FULL, HIDDEN, given_ ? given_ : LANES, 29),
-          out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, FULL, model.experts - model.shared, HIDDEN, 22, 1),
-          first_(codes, kind, gated_ ? recurrence_.net.products() : LANES, HIDDEN, 18),
+          gate_(codes, kind, given_ ? given_ : LANES, HIDDEN, 28), embedding_(F32_SOURCE, F32, HIDDEN, given_ ? given_ : LANES, 29),
+          out_(mix_ % 256 && head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, mix_, 21), router_(F32_SOURCE, F32, model.experts - model.shared, HIDDEN, 22, 1),
+          first_(codes, kind, gated_ ? recurrence_.net.projection_width() : LANES, HIDDEN, 18),
           last_(head.elements == 256 ? Q8_SOURCE : head, kind, HIDDEN, Recurrence::HEADS * Recurrence::VALUES, 19),
           norm_(numbers(HIDDEN, 23)), rotation_(numbers(2 * CAPACITY * model.head_dim, 24)),
-          keys_(KV * CAPACITY * Stored::line(size_)), values_(keys_.size()) {
+          keys_(KV * CAPACITY * Stored::line_length(size_)), values_(keys_.size()) {
         for (float& w : norm_) w += 1;
         for (int i = 0; i < model.experts; i++) {
             gate_up_.emplace_back(codes, kind, 2 * FFN, HIDDEN, 30 + i), down_.emplace_back(head, kind, HIDDEN, FFN, 40 + i);
@@ -340,12 +340,12 @@ class Text {
                       norm_.data(), inner, norm_.data(), inner, inner, inner, inner, given_ ? inner : nullptr,
                       1e-6f, 1.0f, given_ ? 0.7f : 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, KV, given_ ? 0 : KV, 0, 0, 0,
                       {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
-        layers_[0].gated = gated_, layers_[1] = layers_[0];
+        layers_[0].gated_attention = gated_, layers_[1] = layers_[0];
         if (gated_) {
             layers_[1].qkv = first_.matrix, layers_[1].out = last_.matrix, layers_[1].delta = &recurrence_.net;
-            layers_[1].head_dim = Recurrence::VALUES, layers_[1].heads = {Recurrence::HEADS, 0, whole(Recurrence::VALUES)};
+            layers_[1].head_dim = Recurrence::VALUES, layers_[1].heads = {Recurrence::HEADS, 0, padded_size(Recurrence::VALUES)};
         } else {
-            layers_[1].qkv = query_.matrix, layers_[1].keys = 0, layers_[1].token_first = given_;
+            layers_[1].qkv = query_.matrix, layers_[1].key_heads = 0, layers_[1].token_offset = given_;
         }
         view_.window = model.window, view_.kind = kind_of<Stored>();
     }
@@ -413,7 +413,7 @@ class Text {
 
     template <class Type>
     static int kind_of() {
-        return std::is_same<Type, BFloat16>() ? WIDE : std::is_same<Type, Float16>() ? HALF : std::is_same<Type, Float32>() ? FULL : EIGHT;
+        return std::is_same<Type, BFloat16>() ? BF16 : std::is_same<Type, Float16>() ? F16 : std::is_same<Type, Float32>() ? F32 : INT8;
     }
 };
 
@@ -426,7 +426,7 @@ void layers_in(const std::string& dtype, const Source& own) {
         if (model.experts > 1) continue;  // experts are all of one kind
         for (int threads : {1, 3}) report("long text, threads: " + std::to_string(threads) + " " + name, Text<Element, Stored>(model, own, 0, own).run_long(threads));
         report("layer in codes " + name, Text<Element, Stored>(model, Q4_K_SOURCE, 0, Q6_K_SOURCE).run(2));
-        report("layer in codes of 8 bits " + name, Text<Element, Stored>(model, F32_SOURCE, EIGHT, F32_SOURCE).run(1));
+        report("layer in codes of 8 bits " + name, Text<Element, Stored>(model, F32_SOURCE, INT8, F32_SOURCE).run(1));
     }
 }
 
@@ -441,23 +441,23 @@ void attention(const char* name) {
     Slot slot{};
     slot.keys = keys.data(), slot.values = values.data();
     slot.capacity = CAPACITY, slot.length = LONG, slot.rows = slot.columns = ROWS;
-    slot.visible = visible.data(), slot.depth = slot.below = depth.data();
+    slot.visible = visible.data(), slot.row_depth = slot.column_depth = depth.data();
     const View view{0, 0, 0, &slot};
     const Heads heads{GROUP_SIZE, 1, SIZE, 0.5f, 0, nullptr};
-    const AttentionPieces pieces(view, 1, heads, 1);
-    Attention<Element> attention;
-    attention.reserve(view, heads, 1);
+    const WorkItems items(view, 1, heads, 1);
+    AttentionKernel<Element> kernel;
+    kernel.reserve(view, heads, 1);
     std::vector<float> y(q.size());
-    for (int i = 0; i < pieces.count(); i++) {
-        const Positions seen = view.seen(slot);
-        attention.begin(view, 0, heads, pieces[i], seen, q.data(), GROUP_SIZE * SIZE);
-        for (int query = 0; query < pieces[i].count; query++) {
-            Softmax joined;
-            for (int block = 0; block < seen.blocks(); block++) {
-                attention.run(block);
-                join<Element>(joined, &y[query * SIZE], attention.found(query), attention.sum(query), SIZE);
+    for (int i = 0; i < items.count(); i++) {
+        const Positions positions = view.visible_positions(slot);
+        kernel.begin(view, 0, heads, items[i], positions, q.data(), GROUP_SIZE * SIZE);
+        for (int query = 0; query < items[i].count; query++) {
+            SoftmaxState state;
+            for (int block = 0; block < positions.blocks(); block++) {
+                kernel.run(block);
+                merge<Element>(state, &y[query * SIZE], kernel.state(query), kernel.weighted_values(query), SIZE);
             }
-            divide(&y[query * SIZE], joined.total, SIZE);
+            normalise(&y[query * SIZE], state.denominator, SIZE);
         }
     }
     report(std::string("attention ") + name, y);

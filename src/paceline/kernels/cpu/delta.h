@@ -14,12 +14,13 @@ namespace paceline {
 
 // One call of the recurrence.
 //
-// before [heads, keys, values]: the state before all rows.
+// before [heads, keys, values]: the state before the tree.
 // after  [heads, keys, values]: receives the state after the last row of a chain; null for a tree.
 // parents [rows]: the parent of each row, or -1.
-// k [rows, key_heads, keys], decay [rows, heads], changes [rows, heads, values]: of all rows. The changes of the first
-//     `start` rows are known.
-// q, v, beta, out: of the rows after the first `start`. Without `beta` (Mamba-2), a row's change is its value.
+// start: number of rows whose changes are known, because earlier passes have computed them. They come first.
+// k [rows, key_heads, keys], decay [rows, heads], changes [rows, heads, values]: of all rows.
+// q [rows - start, key_heads, keys], v and out [rows - start, heads, values], beta [rows - start, heads]: of the other rows.
+//     Without `beta` (Mamba-2), a row's change is its value.
 // tiled: head h uses key head h modulo `key_heads`.
 struct Delta {
     int32_t heads, key_heads, keys, values, tiled, rows, start;
@@ -30,7 +31,7 @@ struct Delta {
     int64_t size() const { return int64_t(keys) * values; }
 
     // Floats of scratch memory for one head.
-    int64_t room() const { return values + (after ? 0 : rows * size()); }
+    int64_t scratch_size() const { return values + (after ? 0 : rows * size()); }
 
     void run(int head, float* scratch) const {
         float *sums = scratch, *states = after ? after + head * size() : scratch + values;
@@ -58,8 +59,8 @@ struct Delta {
                 const float* __restrict line = from + int64_t(i) * values;
                 for (int j = 0; j < values; j++) sums[j] += line[j] * keep * key[i];
             }
-            const float share = beta[int64_t(fresh) * heads + head];
-            for (int j = 0; j < values; j++) change[j] = (value[j] - sums[j]) * share;
+            const float weight = beta[int64_t(fresh) * heads + head];
+            for (int j = 0; j < values; j++) change[j] = (value[j] - sums[j]) * weight;
         } else {
             std::copy_n(value, values, change);
         }

@@ -11,51 +11,51 @@
 
 namespace paceline {
 
-// Rows of one slot that a layer takes together, and the state before their tree. The first `start` rows of the tree belong to
-// earlier passes.
+// Rows of one slot that a layer processes together, and the state before their tree. The first `start` rows of the tree belong to
+// earlier passes. An entry is a row of the convolution's input.
 struct Stretch {
-    int32_t first, count, start;              // `first`: number of the first row in the pass
+    int32_t first, count, start;              // the rows are `first` to `first` + `count` - 1 of the pass
     const int32_t* parents;                   // [start + count]: see `Delta`
     const int64_t* history;                   // [count, width]: see `ShortConvolution`
-    const float *entries_before, *before;     // the state: entries of the convolution [width - 1, channels], and the matrices
-    float *entries, *decay, *keys, *changes;  // updates of all rows of the tree [start + count, *]: the first `start` are known
+    const float *entries_before, *before;     // the state: the last entries [conv_width - 1, channels], and the matrices
+    float *entries, *decay, *keys, *changes;  // updates by all rows of the tree [start + count, *]: the first `start` are known
     float *last_entries, *after;              // receive the state after the last row of a chain; null for a tree
 };
 
 // Weights and sizes.
 struct DeltaNet {
-    Matrix share, step;                         // products for beta and for the time step of the decay, both of one kind
-    const float *rate, *bias;                   // the decay's negative rate, and the bias of its time step [heads]
-    const float *query_norm, *key_norm, *norm;  // of queries, keys and outputs
-    const float *filter, *filter_bias;          // weight and bias of the convolution: see `ShortConvolution`
-    float unit_eps, eps;                        // of the norms of queries and keys; of the outputs
-    int32_t heads, key_heads, keys, values, width, tiled, activated;  // `keys`, `values`: elements of a head
+    Matrix beta, time_step;                            // projections that compute beta and the decay's time step, both of one kind
+    const float *decay_rate, *step_bias;               // the decay's negative rate A, and the bias of its time step [heads]
+    const float *query_norm, *key_norm, *output_norm;  // norm weights
+    const float *conv_weight, *conv_bias;              // see `ShortConvolution`
+    float qk_eps, output_eps;                          // of the norms of queries and keys; of the outputs
+    int32_t heads, key_heads, keys, values, conv_width, tiled, activated;  // `keys`, `values`: elements of a head
 
     int queries() const { return key_heads * keys; }
     int channels() const { return 2 * queries() + heads * values; }
     // Outputs of the first projection: queries, keys, values and the gates of the outputs.
-    int products() const { return channels() + heads * values; }
+    int projection_width() const { return channels() + heads * values; }
 
-    // The call of the recurrence for a stretch, without queries, values, betas and outputs.
-    Delta delta(const Stretch& own) const {
-        return {heads, key_heads, keys, values, tiled, own.start + own.count, own.start, own.parents, own.before,
-                nullptr, own.keys, nullptr, own.decay, nullptr, own.changes, nullptr, own.after};
+    // The arguments of the recurrence for a stretch, without queries, values, betas and outputs.
+    Delta delta(const Stretch& s) const {
+        return {heads, key_heads, keys, values, tiled, s.start + s.count, s.start, s.parents, s.before,
+                nullptr, s.keys, nullptr, s.decay, nullptr, s.changes, nullptr, s.after};
     }
 
-    // Floats of memory that a thread needs for a stretch.
-    int64_t room(const Stretch& own) const {
-        return std::max({int64_t(whole(channels()) + whole(keys)), delta(own).room(), int64_t(whole(values))});
+    // Floats of scratch memory that a thread needs for a stretch.
+    int64_t scratch_size(const Stretch& s) const {
+        return std::max({int64_t(padded_size(channels()) + padded_size(keys)), delta(s).scratch_size(), int64_t(padded_size(values))});
     }
 };
 
-// Results that the stages hand on.
+// Results that one stage leaves for the next.
 struct DeltaNetScratch {
-    std::vector<float> shares, steps;                 // products of the gates [rows, heads], padded
-    std::vector<float> betas, queries, values, read;  // [rows, *]; `read`: the queries' results
+    std::vector<float> beta_outputs, step_outputs;       // outputs of `beta` and `time_step` [rows, heads], padded
+    std::vector<float> betas, queries, values, outputs;  // [rows, *]; `outputs`: of the recurrence
 
     void reserve(const DeltaNet& net, int rows) {
-        grow(shares, rows, whole(net.heads)), grow(steps, rows, whole(net.heads)), grow(betas, rows, net.heads);
-        grow(queries, rows, net.queries()), grow(values, rows, net.heads * net.values), grow(read, rows, net.heads * net.values);
+        grow(beta_outputs, rows, padded_size(net.heads)), grow(step_outputs, rows, padded_size(net.heads)), grow(betas, rows, net.heads);
+        grow(queries, rows, net.queries()), grow(values, rows, net.heads * net.values), grow(outputs, rows, net.heads * net.values);
     }
 };
 
@@ -65,62 +65,62 @@ class DeltaNetTask {
     DeltaNetTask(const DeltaNet& net, const Stretch* stretches, int count, DeltaNetScratch& scratch)
         : net_(net), stretches_(stretches), count_(count), s_(scratch) {}
 
-    // Records a row's entries of the convolution and its decays, and computes its betas. products: the row of the projection.
-    [[gnu::flatten]] void enter(int row, const float* products) const {
-        const Stretch& own = of(row);
-        const int64_t at = place(own, row);
-        std::copy_n(products, net_.channels(), own.entries + at * net_.channels());
+    // Records a row's entry and its decays, and computes its betas. projected: the row's output of the first projection.
+    [[gnu::flatten]] void enter(int row, const float* projected) const {
+        const Stretch& stretch = of(row);
+        const int64_t at = place(stretch, row);
+        std::copy_n(projected, net_.channels(), stretch.entries + at * net_.channels());
         for (int i = 0; i < net_.heads; i += LANES) {
-            const int64_t line = int64_t(row) * whole(net_.heads) + i;
-            const Floats time = softplus(load<Floats>(&s_.steps[line]) + load<Floats>(net_.bias + i));
-            store(&s_.steps[line], exponential(load<Floats>(net_.rate + i) * time));
-            store(&s_.shares[line], logistic(load<Floats>(&s_.shares[line])));
+            const int64_t line = int64_t(row) * padded_size(net_.heads) + i;
+            const Floats time = softplus(load<Floats>(&s_.step_outputs[line]) + load<Floats>(net_.step_bias + i));
+            store(&s_.step_outputs[line], exponential(load<Floats>(net_.decay_rate + i) * time));
+            store(&s_.beta_outputs[line], logistic(load<Floats>(&s_.beta_outputs[line])));
             const int count = std::min(LANES, net_.heads - i);
-            std::copy_n(&s_.steps[line], count, own.decay + at * net_.heads + i);
-            std::copy_n(&s_.shares[line], count, &s_.betas[int64_t(row) * net_.heads + i]);
+            std::copy_n(&s_.step_outputs[line], count, stretch.decay + at * net_.heads + i);
+            std::copy_n(&s_.beta_outputs[line], count, &s_.betas[int64_t(row) * net_.heads + i]);
         }
     }
 
     // Writes the entries after the last row of each chain. The next stretch of the slot may begin with them.
     void keep_entries() const {
-        for (const Stretch& own : *this) {
-            const int before = net_.width - 1, rows = own.start + own.count, channels = net_.channels();
-            for (int i = 0; own.last_entries && i < before; i++) {
+        for (const Stretch& stretch : *this) {
+            const int before = net_.conv_width - 1, rows = stretch.start + stretch.count, channels = net_.channels();
+            for (int i = 0; stretch.last_entries && i < before; i++) {
                 const int number = rows + i;
-                const float* from = number < before ? own.entries_before + int64_t(number) * channels
-                                                    : own.entries + int64_t(number - before) * channels;
-                std::copy_n(from, channels, own.last_entries + int64_t(i) * channels);
+                const float* from = number < before ? stretch.entries_before + int64_t(number) * channels
+                                                    : stretch.entries + int64_t(number - before) * channels;
+                std::copy_n(from, channels, stretch.last_entries + int64_t(i) * channels);
             }
         }
     }
 
     // Runs the convolution for a row and norms its queries and keys.
-    void convolve(int row, float* room) const {
-        const Stretch& own = of(row);
-        const int64_t at = place(own, row);
-        const ShortConvolution convolution{own.count, net_.width, net_.channels(), net_.activated, own.entries_before, own.entries,
-                                           net_.filter, net_.filter_bias, own.history, nullptr};
-        convolution.run(row - own.first, room);
-        float* head = room + whole(net_.channels());
+    void convolve(int row, float* scratch) const {
+        const Stretch& stretch = of(row);
+        const int64_t at = place(stretch, row);
+        const ShortConvolution convolution{stretch.count, net_.conv_width, net_.channels(), net_.activated, stretch.entries_before,
+                                           stretch.entries, net_.conv_weight, net_.conv_bias, stretch.history, nullptr};
+        convolution.run(row - stretch.first, scratch);
+        float* head = scratch + padded_size(net_.channels());
         for (int i = 0; i < 2 * net_.key_heads; i++) {
-            const bool query = i < net_.key_heads;
-            copy_row(head, room + i * net_.keys, net_.keys);
-            normed(head, head, query ? net_.query_norm : net_.key_norm, net_.keys, net_.unit_eps);
-            float* to = query ? &s_.queries[int64_t(row) * net_.queries()] : own.keys + at * net_.queries();
+            const bool is_query = i < net_.key_heads;
+            copy_row(head, scratch + i * net_.keys, net_.keys);
+            normed(head, head, is_query ? net_.query_norm : net_.key_norm, net_.keys, net_.qk_eps);
+            float* to = is_query ? &s_.queries[int64_t(row) * net_.queries()] : stretch.keys + at * net_.queries();
             std::copy_n(head, net_.keys, to + i % net_.key_heads * net_.keys);
         }
         const int values = net_.heads * net_.values;
-        std::copy_n(room + 2 * net_.queries(), values, &s_.values[int64_t(row) * values]);
+        std::copy_n(scratch + 2 * net_.queries(), values, &s_.values[int64_t(row) * values]);
     }
 
-    // Advances the state of a head by all rows, then norms and gates the head's outputs: mixed [*, stride], padded.
-    // products [*, width]: of the projection.
-    void run(int head, float* room, float* mixed, int stride, const float* products, int width) const {
-        for (const Stretch& own : *this) {
-            delta(own).run(head, room);
-            for (int row = own.first; row < own.first + own.count; row++) {
-                const float* gates = products + int64_t(row) * width + net_.channels() + head * net_.values;
-                finish(row, head, mixed + int64_t(row) * stride + head * whole(net_.values), gates, room);
+    // Advances the state of a head by all rows, then norms and gates the head's outputs: output [rows, stride], with padded heads.
+    // projected [rows, width]: output of the first projection.
+    void run(int head, float* scratch, float* output, int stride, const float* projected, int width) const {
+        for (const Stretch& stretch : *this) {
+            delta(stretch).run(head, scratch);
+            for (int row = stretch.first; row < stretch.first + stretch.count; row++) {
+                const float* gates = projected + int64_t(row) * width + net_.channels() + head * net_.values;
+                finish(row, head, output + int64_t(row) * stride + head * padded_size(net_.values), gates, scratch);
             }
         }
     }
@@ -134,27 +134,28 @@ class DeltaNetTask {
     const Stretch* begin() const { return stretches_; }
     const Stretch* end() const { return stretches_ + count_; }
 
+    // The stretch of a row of the pass.
     const Stretch& of(int row) const {
-        const Stretch* own = stretches_;
-        while (row >= own->first + own->count) own++;
-        return *own;
+        const Stretch* stretch = stretches_;
+        while (row >= stretch->first + stretch->count) stretch++;
+        return *stretch;
     }
 
     // Number of a row in its tree.
-    static int64_t place(const Stretch& own, int row) { return own.start + row - own.first; }
+    static int64_t place(const Stretch& stretch, int row) { return stretch.start + row - stretch.first; }
 
-    Delta delta(const Stretch& own) const {
-        const int64_t first = own.first, values = first * net_.heads * net_.values;
-        Delta all = net_.delta(own);
+    Delta delta(const Stretch& stretch) const {
+        const int64_t first = stretch.first, values = first * net_.heads * net_.values;
+        Delta all = net_.delta(stretch);
         all.q = &s_.queries[first * net_.queries()], all.v = &s_.values[values], all.beta = &s_.betas[first * net_.heads];
-        all.out = &s_.read[values];
+        all.out = &s_.outputs[values];
         return all;
     }
 
     [[gnu::flatten]] void finish(int row, int head, float* to, const float* gates, float* padded) const {
-        copy_row(to, &s_.read[(int64_t(row) * net_.heads + head) * net_.values], net_.values);
+        copy_row(to, &s_.outputs[(int64_t(row) * net_.heads + head) * net_.values], net_.values);
         copy_row(padded, gates, net_.values);
-        normed(to, to, net_.norm, net_.values, net_.eps);
+        normed(to, to, net_.output_norm, net_.values, net_.output_eps);
         for (int i = 0; i < net_.values; i += LANES) store(to + i, load<Floats>(to + i) * activate(SILU, load<Floats>(padded + i)));
     }
 };

@@ -14,8 +14,8 @@ struct FloatLine {
     static constexpr bool SCALED = false;
 
     // Numbers of a line with `size` elements, and the index of its first element.
-    static int64_t line(int size) { return size; }
-    static int first(int) { return 0; }
+    static int64_t line_length(int size) { return size; }
+    static int code_offset(int) { return 0; }
 
     static void write(Number* to, const float* x, int size) {
         for (int i = 0; i < size; i += LANES) Own::narrow(to + i, load<Floats>(x + i));
@@ -129,13 +129,13 @@ struct Int8 {
     static Floats power(const Floats& x) { return power_of_two(x); }
     static void operands(float* to, const Floats& v) { store(to, v); }
     static void weights(float* to, const Floats& w) { store(to, w); }
-    static int first(int size) { return (size + BLOCK - 1) / BLOCK * int(sizeof(float)); }
-    static int64_t line(int size) { return first(size) + size; }
+    static int code_offset(int size) { return (size + BLOCK - 1) / BLOCK * int(sizeof(float)); }
+    static int64_t line_length(int size) { return code_offset(size) + size; }
     static float scale(const Number* line, int d) { return read<float>(line + d / BLOCK * sizeof(float)); }
 
     // A block with infinities or NaN gets such a scale, and codes of 0.
     [[gnu::flatten]] static void write(Number* line, const float* x, int size) {
-        Number* codes = line + first(size);
+        Number* codes = line + code_offset(size);
         for (int from = 0; from < size; from += BLOCK) {
             const int to = std::min(from + BLOCK, size);
             Ints top{};  // as integers, NaN and infinity are the largest sizes
@@ -158,9 +158,9 @@ struct Int8 {
 
     // The scales of four blocks from `d` on, of 16 lines: one line in each lane.
     [[gnu::always_inline]] static void transpose_scales(Floats (&scales)[4], const Number* lines, int d, int64_t stride) {
-        Ints own[4];
-        paceline::transpose(own, lines + d / BLOCK * sizeof(float), stride);
-        for (int i = 0; i < 4; i++) scales[i] = as<Floats>(own[i]);
+        Ints transposed[4];
+        paceline::transpose(transposed, lines + d / BLOCK * sizeof(float), stride);
+        for (int i = 0; i < 4; i++) scales[i] = as<Floats>(transposed[i]);
     }
 
     // Transposes 16 numbers of each of 16 rows, `stride` apart, into 8 pairs with one lane per row.

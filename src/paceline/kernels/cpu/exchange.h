@@ -22,7 +22,7 @@ namespace paceline {
 
 // A rank's view of the boxes. `memory` must initially be zero.
 struct Exchange {
-    static constexpr int64_t ROOM = 1 << 16;  // numbers of a message
+    static constexpr int64_t MESSAGE = 1 << 16;  // numbers in a message
 
     struct alignas(64) Box {
         std::atomic<uint64_t> written;  // messages
@@ -32,7 +32,7 @@ struct Exchange {
     uint8_t* memory;
     int32_t rank, ranks;
 
-    static int64_t bytes(int ranks) { return ranks * int64_t(sizeof(Box) + 2 * ROOM * sizeof(float)); }
+    static int64_t bytes(int ranks) { return ranks * int64_t(sizeof(Box) + 2 * MESSAGE * sizeof(float)); }
 
     // Registers this process, so that the others notice when it ends. All ranks must join before the first sum.
     void join() const { box(rank).process.store(process()); }
@@ -42,25 +42,25 @@ struct Exchange {
 
     // Adds the other ranks' numbers to x [n]. Returns false if a rank has ended or left.
     bool sum(float* x, int64_t n) const {
-        for (int64_t at = 0; at < n; at += ROOM)
-            if (!message(x + at, std::min(ROOM, n - at))) return false;
+        for (int64_t at = 0; at < n; at += MESSAGE)
+            if (!message(x + at, std::min(MESSAGE, n - at))) return false;
         return true;
     }
 
    private:
     Box& box(int r) const { return reinterpret_cast<Box*>(memory)[r]; }
 
-    float* room(int r, uint64_t turn) const {
-        return reinterpret_cast<float*>(memory + ranks * sizeof(Box)) + (2 * r + int64_t(turn & 1)) * ROOM;
+    float* message_memory(int r, uint64_t turn) const {
+        return reinterpret_cast<float*>(memory + ranks * sizeof(Box)) + (2 * r + int64_t(turn & 1)) * MESSAGE;
     }
 
     bool message(float* x, int64_t n) const {
         const uint64_t turn = box(rank).written.load(std::memory_order_relaxed);
-        std::copy_n(x, n, room(rank, turn));
+        std::copy_n(x, n, message_memory(rank, turn));
         box(rank).written.store(turn + 1, std::memory_order_release);
         for (int r = 0; r < ranks; r++) {
             if (!await(box(r), turn + 1)) return false;
-            const float* y = room(r, turn);
+            const float* y = message_memory(r, turn);
             if (r == 0)
                 std::copy_n(y, n, x);
             else
@@ -75,7 +75,7 @@ struct Exchange {
             if (tries < SPINS) continue;
             if (tries < SPINS + YIELDS)
                 std::this_thread::yield();
-            else if (!rest(of, tries))
+            else if (!pause(of, tries))
                 return of.written.load(std::memory_order_acquire) >= count;  // the rank may have written before it left
         }
         return true;
@@ -87,16 +87,16 @@ struct Exchange {
     static int64_t process() { return getpid(); }
 
     // Pauses. Returns false if the other process has ended or left.
-    static bool rest(const Box& of, int64_t tries) {
-        const timespec pause{0, 20000};
-        nanosleep(&pause, nullptr);
+    static bool pause(const Box& of, int64_t tries) {
+        const timespec time{0, 20000};
+        nanosleep(&time, nullptr);
         const int64_t other = of.process.load();
         if (other == LEFT) return false;
         return tries % 1024 || !other || kill(pid_t(other), 0) == 0 || errno != ESRCH;
     }
 #else
     static int64_t process() { return 0; }
-    static bool rest(const Box&, int64_t) { return false; }
+    static bool pause(const Box&, int64_t) { return false; }
 #endif
 };
 

@@ -1,6 +1,6 @@
 // How the threads of a pass share its rows.
 //
-// With few rows, all threads work on all rows, one stage of a layer at a time. Many rows are cut into groups, and a free
+// With few rows, all threads work on all rows, one stage of a layer at a time. Many rows are cut into groups (micro-batches), and a free
 // thread takes the group that is furthest behind through its next layer. Groups wait only for earlier rows of the same text.
 // So no thread waits at the end of a stage, and a thread that the system suspends delays only its own group. A layer that shares
 // an earlier layer's keys may read positions that a later group is writing at that moment. Its rows do not see these
@@ -14,18 +14,18 @@
 
 namespace paceline {
 
-// A part of a pass, treated as a pass of its own: whole slots, or a piece of a long slot.
+// A part of a pass, treated as a pass of its own: whole slots, or a chunk of a long slot's rows.
 class Group {
    public:
     Pass pass;
     Scratch scratch;
-    const Group* before = nullptr;  // the preceding piece of the same slot: its keys and values must be written first
+    const Group* previous_chunk = nullptr;  // the preceding rows of the same slot: their keys and values must be written first
     int done = 0;                   // finished layers
     bool busy = false;
 
     // Takes rows `from` to `to` - 1 of the pass `all`, which has `views` views.
-    void assign(const Pass& all, int views, int from, int to, const Group* piece_before) {
-        before = piece_before, done = 0, busy = false;
+    void assign(const Pass& all, int views, int from, int to, const Group* previous) {
+        previous_chunk = previous, done = 0, busy = false;
         pass = all;
         pass.rows = to - from, pass.indices = all.indices + from;
         pass.adapters = all.adapters ? all.adapters + from : nullptr;
@@ -48,7 +48,7 @@ class Group {
             part.push_back(*s);
             Slot& slot = part.back();
             slot.first = first - from, slot.rows = end - first, slot.skipped = skip;
-            slot.visible += int64_t(skip) * slot.columns, slot.depth += skip;
+            slot.visible += int64_t(skip) * slot.columns, slot.row_depth += skip;
         }
         view.slots = part.data();
     }
@@ -67,13 +67,13 @@ class Groups {
         // Large groups are better, since every group reads all weights, but each thread needs several to choose from.
         const int each = std::max(ROWS, (pass.rows / (2 * pass.threads) + TILE - 1) / TILE * TILE);
         int from = 0, largest = 0, chain = 0, longest = 0;
-        const Group* piece_before = nullptr;
-        auto close = [&](int to, bool goes_on) {
+        const Group* previous_chunk = nullptr;
+        auto close = [&](int to, bool continues) {
             Group& group = groups_[used_++];
-            group.assign(pass, views, from, to, piece_before);
-            chain = piece_before ? chain + 1 : 1, longest = std::max(longest, chain);
+            group.assign(pass, views, from, to, previous_chunk);
+            chain = previous_chunk ? chain + 1 : 1, longest = std::max(longest, chain);
             largest = std::max(largest, to - from);
-            piece_before = goes_on ? &group : nullptr, from = to;
+            previous_chunk = continues ? &group : nullptr, from = to;
         };
         for (const Slot* s = pass.views->slots; s < pass.views->slots + pass.slots; s++) {
             const int end = s->first + s->rows;
@@ -82,11 +82,11 @@ class Groups {
             if (end - from >= each) close(end, false);
         }
         if (from < pass.rows) close(pass.rows, false);
-        // Groups are indivisible, so they should have similar sizes. The pieces of one text start one after the other, so
+        // Groups are indivisible, so they should have similar sizes. The chunks of one text start one after the other, so
         // with few layers they hardly overlap.
         const bool uneven = 4 * pass.threads * largest > 5 * pass.rows;
-        const bool in_turn = 4 * int64_t(pass.threads) * (longest + layers - 1) > 5 * int64_t(used_) * layers;
-        if (used_ < pass.threads || uneven || in_turn) used_ = 0;
+        const bool serial = 4 * int64_t(pass.threads) * (longest + layers - 1) > 5 * int64_t(used_) * layers;
+        if (used_ < pass.threads || uneven || serial) used_ = 0;
         return used_ > 0;
     }
 
@@ -96,18 +96,18 @@ class Groups {
     Group* begin() { return groups_.data(); }
     Group* end() { return groups_.data() + used_; }
 
-    // Returns `had`, which this thread has taken through a layer, and takes the next group. Null if other threads hold all
-    // remaining groups.
-    Group* next(Group* had) {
+    // Puts back `finished`, which this thread has taken through a layer, and takes the next group. Returns null if other threads hold
+    // all remaining groups.
+    Group* next(Group* finished) {
         for (;; std::this_thread::yield()) {
             std::lock_guard<std::mutex> hold(lock_);
-            if (had) had->done++, had->busy = false, had = nullptr;
+            if (finished) finished->done++, finished->busy = false, finished = nullptr;
             Group* best = nullptr;
             bool all_held = true;
             for (Group& g : *this) {
                 if (g.done == layers_ || g.busy) continue;
                 all_held = false;
-                if ((!g.before || g.before->done > g.done) && (!best || g.done < best->done)) best = &g;
+                if ((!g.previous_chunk || g.previous_chunk->done > g.done) && (!best || g.done < best->done)) best = &g;
             }
             if (best) best->busy = true;
             if (best || all_held) return best;
@@ -115,7 +115,7 @@ class Groups {
     }
 
    private:
-    // False if in some layer every row of the slot sees every other row: then no piece can run ahead of another.
+    // False if in some layer every row of the slot sees every other row: then no chunk can run ahead of another.
     static bool is_causal(const Pass& pass, int views, int slot) {
         for (int v = 0; v < views; v++) {
             const Slot& s = pass.views[v].slots[slot];

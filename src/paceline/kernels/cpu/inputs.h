@@ -1,4 +1,4 @@
-// Matrices, and the left operands of their products: rows of floats or of 8-bit codes.
+// Weight matrices, and the inputs of their linear layers: rows of floats or of 8-bit codes.
 #pragma once
 
 #include <algorithm>
@@ -29,87 +29,87 @@ struct PairSums {
     int32_t whole, first, second;
 };
 
-// Left operands of products: rows of floats, or of 8-bit codes with a scale per group, as wide as the matrix.
+// Rows x of x W^T, padded to the matrix's width: floats, or 8-bit codes with a scale per group.
 //
-// A product takes a span of rows, in tiles of up to 8. Within a tile the rows are interleaved in the units that are multiplied
-// at a time (4 or 8 codes, or 2 floats), and their scales by group. So a loop over a tile reads at fixed distances.
+// A matrix multiplication takes a range of rows, in tiles of up to 8. Within a tile the rows are interleaved in the units that are
+// multiplied at a time (4 or 8 codes, or 2 floats), and their scales by group. So a loop over a tile reads at fixed distances.
 struct Inputs {
-    std::vector<Operand> wide;  // for bfloat16 weights, if `multiplies_pairs`
-    std::vector<float> full;    // for float16 and float32 weights, or else for bfloat16 weights
-    std::vector<int8_t> codes;
-    std::vector<float> scale, total;  // of each group; `total` is the scaled sum of its codes
-    std::vector<int32_t> steps;       // unscaled sum of each group's codes
-    std::vector<int32_t> halves;      // the same for the group's two halves, 16 bits each
-    std::vector<PairSums> pairs;      // if PAIRED_SUMS
+    std::vector<Operand> bf16_rows;  // for bfloat16 weights, if `multiplies_pairs`
+    std::vector<float> float_rows;   // for float16 and float32 weights, and for bfloat16 weights without `multiplies_pairs`
+    std::vector<int8_t> codes;       // for quantised weights; so are all that follow
+    std::vector<float> scale, scaled_sum;  // of each group; `scaled_sum`: scale times the sum of its codes
+    std::vector<int32_t> code_sum;         // sum of each group's codes
+    std::vector<int32_t> half_sums;        // sums of the codes of a group's two halves, 16 bits each
+    std::vector<PairSums> pair_sums;       // if PAIRED_SUMS
 
     void reserve(int rows, const Matrix& m) {
         size_t size = size_t(rows) * m.in;
-        if (in_pairs(m)) return wide.resize(std::max(wide.size(), size));
-        if (of_floats(m)) return full.resize(std::max(full.size(), size));
+        if (in_pairs(m)) return bf16_rows.resize(std::max(bf16_rows.size(), size));
+        if (of_floats(m)) return float_rows.resize(std::max(float_rows.size(), size));
         codes.resize(std::max(codes.size(), size));
         scale.resize(std::max(scale.size(), size / GROUP));
-        total.resize(scale.size());
-        steps.resize(scale.size());
-        halves.resize(scale.size());
-        if (PAIRED_SUMS) pairs.resize(scale.size());
+        scaled_sum.resize(scale.size());
+        code_sum.resize(scale.size());
+        half_sums.resize(scale.size());
+        if (PAIRED_SUMS) pair_sums.resize(scale.size());
     }
 
-    // Sets elements `from` to `to` - 1 of row `row` of a span. x has `size` elements, a multiple of 16. `from` must be the
+    // Sets elements `from` to `to` - 1 of row `row` of a range. x has `size` elements, a multiple of 16. `from` must be the
     // beginning of a group.
-    [[gnu::noinline, gnu::flatten]] void set(Span rows, int row, const Matrix& m, const float* x, int size, int from, int to) {
+    [[gnu::noinline, gnu::flatten]] void set(Range rows, int row, const Matrix& m, const float* x, int size, int from, int to) {
         const Place place(rows, row, m);
         for (int k = from; k < to; k += GROUP) {
             const Floats a = load<Floats>(x + k), b = k + LANES < size ? load<Floats>(x + k + LANES) : Floats{};
             if (in_pairs(m))
-                scatter<2>(wide, place, k, [&](Operand* y) { narrow(y, a), narrow(y + LANES, b); });
-            else if (m.kind == WIDE)
-                scatter<2>(full, place, k, [&](float* y) { store(y, rounded_to_bf16(a)), store(y + LANES, rounded_to_bf16(b)); });
+                scatter<2>(bf16_rows, place, k, [&](Operand* y) { narrow(y, a), narrow(y + LANES, b); });
+            else if (m.kind == BF16)
+                scatter<2>(float_rows, place, k, [&](float* y) { store(y, rounded_to_bf16(a)), store(y + LANES, rounded_to_bf16(b)); });
             else if (of_floats(m))
-                scatter<2>(full, place, k, [&](float* y) { store(y, a), store(y + LANES, b); });
+                scatter<2>(float_rows, place, k, [&](float* y) { store(y, a), store(y + LANES, b); });
             else
                 scatter<4 * FOURS_TOGETHER>(codes, place, k, [&](int8_t* y) { encode(place.group(k), a, b, y); });
         }
     }
 
-    // The operands for weights of type `Both`.
-    template <class Both>
-    auto* floats(size_t at) const {
-        if constexpr (std::is_same<Both, WidePairs>())
-            return &full[at];
+    // The rows in the form that weights of type `PairType` (`Pairs` or `WidePairs`) are multiplied by, from element `at` on.
+    template <class PairType>
+    auto* operands(size_t at) const {
+        if constexpr (std::is_same<PairType, WidePairs>())
+            return &float_rows[at];
         else
-            return &wide[at];
+            return &bf16_rows[at];
     }
 
-    // Copies row `source` of another span to row `row` of a span.
-    void copy(Span rows, int row, const Matrix& m, const Inputs& x, Span others, int source) {
+    // Copies row `source` of another range of rows to row `row` of a range.
+    void copy(Range rows, int row, const Matrix& m, const Inputs& x, Range others, int source) {
         const Place to(rows, row, m), from(others, source, m);
         for (int k = 0; k < m.in; k += GROUP) {
-            auto part = [&](auto tag, auto& y, const auto& own) {
-                scatter<decltype(tag)::value>(y, to, k, [&](auto* group) { gather<decltype(tag)::value>(group, own, from, k); });
+            auto copy_group = [&](auto tag, auto& y, const auto& others) {
+                scatter<decltype(tag)::value>(y, to, k, [&](auto* group) { gather<decltype(tag)::value>(group, others, from, k); });
             };
             if (in_pairs(m))
-                part(std::integral_constant<int, 2>(), wide, x.wide);
+                copy_group(std::integral_constant<int, 2>(), bf16_rows, x.bf16_rows);
             else if (of_floats(m))
-                part(std::integral_constant<int, 2>(), full, x.full);
+                copy_group(std::integral_constant<int, 2>(), float_rows, x.float_rows);
             else {
                 const size_t i = to.group(k), j = from.group(k);
-                part(std::integral_constant<int, 4 * FOURS_TOGETHER>(), codes, x.codes);
-                scale[i] = x.scale[j], total[i] = x.total[j], steps[i] = x.steps[j], halves[i] = x.halves[j];
-                if (PAIRED_SUMS) pairs[i] = x.pairs[j];
+                copy_group(std::integral_constant<int, 4 * FOURS_TOGETHER>(), codes, x.codes);
+                scale[i] = x.scale[j], scaled_sum[i] = x.scaled_sum[j], code_sum[i] = x.code_sum[j], half_sums[i] = x.half_sums[j];
+                if (PAIRED_SUMS) pair_sums[i] = x.pair_sums[j];
             }
         }
     }
 
    private:
-    static bool in_pairs(const Matrix& m) { return m.kind == WIDE && multiplies_pairs(); }
-    static bool of_floats(const Matrix& m) { return m.kind == WIDE || m.kind == HALF || m.kind == FULL; }
+    static bool in_pairs(const Matrix& m) { return m.kind == BF16 && multiplies_pairs(); }
+    static bool of_floats(const Matrix& m) { return m.kind == BF16 || m.kind == F16 || m.kind == F32; }
 
     // Position of a row in memory.
     struct Place {
         size_t tile;      // groups before its tile
         int lane, height;  // number of the row in its tile; rows of the tile
 
-        Place(Span rows, int row, const Matrix& m) : lane(row % TILE) {
+        Place(Range rows, int row, const Matrix& m) : lane(row % TILE) {
             const int first = rows.from + row - lane;
             tile = size_t(first) * (m.in / GROUP), height = std::min(TILE, rows.to - first);
         }
@@ -146,15 +146,15 @@ struct Inputs {
         store(to, convert<Lanes<int8_t>>(p));
         store(to + LANES, convert<Lanes<int8_t>>(q));
         const int32_t first = sum(p), second = sum(q);
-        steps[group] = first + second;
-        halves[group] = both(first, second);
+        code_sum[group] = first + second;
+        half_sums[group] = both(first, second);
         if (PAIRED_SUMS) {
             const Ints early = load<Ints>(EARLY);  // the first two codes of each four
             const int32_t a = sum(p & early), b = sum(q & early);
-            pairs[group] = {both(a + b, first + second - a - b), both(a, first - a), both(b, second - b)};
+            pair_sums[group] = {both(a + b, first + second - a - b), both(a, first - a), both(b, second - b)};
         }
         scale[group] = top / 127.0f + broken;
-        total[group] = scale[group] * float(steps[group]);
+        scaled_sum[group] = scale[group] * float(code_sum[group]);
     }
 
     static constexpr int32_t EARLY[LANES] = {-1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0};

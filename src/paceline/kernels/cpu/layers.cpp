@@ -1,4 +1,4 @@
-// Entry points for Python: a run of decoder layers over the rows of a pass, single products, norms.
+// Entry points for Python: consecutive decoder layers over the rows of a pass, single linear layers, norms.
 #include <algorithm>
 #include <new>
 
@@ -21,14 +21,14 @@ namespace {
 
 // Arguments of `paceline_layers`.
 template <class Element>
-struct Run {
+struct LayersCall {
     using Number = typename Element::Number;
 
     const Layer* layers;
     int count;
     Number* x;
-    const Number* entry;
-    int width;
+    const Number* mixer_input;
+    int mixer_width;
     const int32_t* taps;
     int tap_count;
     Number* states;
@@ -38,21 +38,25 @@ struct Run {
         for (int i = 0; i < count; i++) scratch.reserve(layers[i], pass, more...);
     }
 
+    // Copies the inputs of the pass's rows.
     void enter(Scratch& s, const Pass& pass) const {
         const int hidden = layers->hidden;
         for (int row = 0; row < pass.rows; row++) {
-            widen_row<Element>(&s.stream[int64_t(row) * whole(hidden)], x + pass.indices[row] * hidden, hidden);
-            if (entry) widen_row<Element>(&s.entry[int64_t(row) * whole(width)], entry + pass.indices[row] * width, width);
+            widen_row<Element>(&s.stream[int64_t(row) * padded_size(hidden)], x + pass.indices[row] * hidden, hidden);
+            if (!mixer_input) continue;
+            float* to = &s.mixer_input[int64_t(row) * padded_size(mixer_width)];
+            widen_row<Element>(to, mixer_input + pass.indices[row] * mixer_width, mixer_width);
         }
     }
 
-    // Runs layer i and copies the stream after it to `states` or x.
+    // Runs layer i and copies the stream after it to `states` or x, if the caller needs it. Returns false if the all-reduce fails.
     bool layer(Scratch& s, const Pass& pass, int i, ThreadScratch* locals, Team& team) const {
-        if (!LayerTask<Element>(layers[i], pass, s, locals, team).run(i || !entry ? nullptr : s.entry.data(), width)) return false;
+        LayerTask<Element> task(layers[i], pass, s, locals, team);
+        if (!task.run(i == 0 && mixer_input ? s.mixer_input.data() : nullptr, mixer_width)) return false;
         const int tap = int(std::find(taps, taps + tap_count, i + 1) - taps), hidden = layers->hidden;
-        Number* to = tap < tap_count ? states + int64_t(tap) * pass.room * hidden : i + 1 == count ? x : nullptr;
+        Number* to = tap < tap_count ? states + int64_t(tap) * pass.tensor_rows * hidden : i + 1 == count ? x : nullptr;
         for (int row = 0; to && row < pass.rows; row++)
-            narrow_row<Element>(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * whole(hidden)], hidden);
+            narrow_row<Element>(to + pass.indices[row] * hidden, &s.stream[int64_t(row) * padded_size(hidden)], hidden);
         return true;
     }
 };
@@ -67,71 +71,74 @@ struct CallerState {
 thread_local CallerState state_of_caller;
 
 // Arguments of `paceline_attend`.
-struct Attending {
+struct AttendArguments {
     const View* view;
     const Heads* heads;
     const int64_t* indices;    // index of each row in the tensors
-    const void *q, *k, *v;     // [room, heads, D]
-    void* mixed;               // [room, query heads, D]
-    int32_t slots, rows, layer, size, threads;  // `layer`: its number in the view; `size`: D
+    const void *q, *k, *v;     // [tensor rows, heads, D]
+    void* output;              // [tensor rows, query heads, D]
+    int32_t slots, rows, layer, head_dim, threads;  // `layer`: number of the layer in the view; `head_dim`: D
 };
 
 // Memory that a calling thread reuses for its next attention.
 struct AttentionState {
     struct Local {
-        Attentions attentions;
-        std::vector<float> row;
+        AttentionKernels kernels;
+        std::vector<float> head;
     };
 
-    std::vector<float> queries, mixed, kept;
+    std::vector<float> queries, output, partials;
     std::vector<Local> locals;
 };
 
 thread_local AttentionState attention_of_caller;
 
-// Copies head `head` of a row of x [room, heads, D] to y, padded.
+// Copies head `head` of a row of x [tensor rows, heads, D] to y, padded.
 template <class Element>
-void load_head(float* y, const Attending& a, const void* x, int row, int head, int heads) {
-    widen_row<Element>(y, static_cast<const typename Element::Number*>(x) + (a.indices[row] * heads + head) * a.size, a.size);
+void load_head(float* y, const AttendArguments& a, const void* x, int row, int head, int heads) {
+    widen_row<Element>(y, static_cast<const typename Element::Number*>(x) + (a.indices[row] * heads + head) * a.head_dim, a.head_dim);
 }
 
 template <class Element>
-void store_rows(const Attending& a, std::vector<AttentionState::Local>& locals, Team& team) {
-    const int kv = a.heads->kv;
-    team.split(a.v ? 2 * kv : kv, 1, [&](Span own, int thread) {
+void store_rows(const AttendArguments& a, std::vector<AttentionState::Local>& locals, Team& team) {
+    const int kv = a.heads->kv_heads;
+    team.split(a.v ? 2 * kv : kv, [&](Range heads, int thread) {
         AttentionState::Local& local = locals[thread];
-        for (int i = own.from; i < own.to; i++)
-            store_head(local.attentions, *a.view, a.slots, a.layer, *a.heads, i % kv, i >= kv, [&](int row) {
-                load_head<Element>(local.row.data(), a, i < kv ? a.k : a.v, row, i % kv, kv);
-                return local.row.data();
+        for (int i = heads.from; i < heads.to; i++)  // keys, then values
+            store_head(local.kernels, *a.view, a.slots, a.layer, *a.heads, i % kv, i >= kv, [&](int row) {
+                load_head<Element>(local.head.data(), a, i < kv ? a.k : a.v, row, i % kv, kv);
+                return local.head.data();
             });
     });
 }
 
 template <class Element>
-int attend(const Attending& a) {
+int attend(const AttendArguments& a) {
     AttentionState& s = attention_of_caller;  // by reference: see `run_layers`
     const Heads& h = *a.heads;
     Team team(a.threads);
     const AttentionTask<Element> task(*a.view, a.slots, a.layer, h, team.count());
     try {
-        grow(s.queries, a.rows, h.query * h.size), grow(s.mixed, a.rows, h.query * h.size);
-        grow(s.kept, task.parts(a.rows), part_size(h));
+        grow(s.queries, a.rows, h.query_heads * h.padded_dim), grow(s.output, a.rows, h.query_heads * h.padded_dim);
+        grow(s.partials, task.partials(a.rows), partial_size(h));
         if (s.locals.size() < size_t(team.count())) s.locals.resize(team.count());
-        for (AttentionState::Local& local : s.locals) local.attentions.reserve(*a.view, h, a.slots), grow(local.row, 1, h.size);
+        for (AttentionState::Local& local : s.locals) local.kernels.reserve(*a.view, h, a.slots), grow(local.head, 1, h.padded_dim);
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    team.split(a.rows, 1, [&](Span mine, int) {
-        for (int i = mine.from * h.query; i < mine.to * h.query; i++)
-            load_head<Element>(&s.queries[int64_t(i) * h.size], a, a.q, i / h.query, i % h.query, h.query);
+    team.split(a.rows, [&](Range rows, int) {
+        for (int i = rows.from * h.query_heads; i < rows.to * h.query_heads; i++)
+            load_head<Element>(&s.queries[int64_t(i) * h.padded_dim], a, a.q, i / h.query_heads, i % h.query_heads, h.query_heads);
     });
     if (a.k) store_rows<Element>(a, s.locals, team);
-    task.run(s.queries.data(), s.mixed.data(), s.kept.data(), a.rows, team, [&](int thread) -> Attentions& { return s.locals[thread].attentions; });
-    auto* mixed = static_cast<typename Element::Number*>(a.mixed);
-    team.split(a.rows, 1, [&](Span mine, int) {
-        for (int i = mine.from * h.query; i < mine.to * h.query; i++)
-            narrow_row<Element>(mixed + (a.indices[i / h.query] * h.query + i % h.query) * a.size, &s.mixed[int64_t(i) * h.size], a.size);
+    auto kernels_of = [&](int thread) -> AttentionKernels& { return s.locals[thread].kernels; };
+    task.run(s.queries.data(), s.output.data(), s.partials.data(), a.rows, team, kernels_of);
+    auto* output = static_cast<typename Element::Number*>(a.output);
+    team.split(a.rows, [&](Range rows, int) {
+        for (int i = rows.from * h.query_heads; i < rows.to * h.query_heads; i++) {
+            const int64_t query = a.indices[i / h.query_heads] * h.query_heads + i % h.query_heads;  // in the tensor
+            narrow_row<Element>(output + query * a.head_dim, &s.output[int64_t(i) * h.padded_dim], a.head_dim);
+        }
     });
     return 0;
 }
@@ -141,7 +148,7 @@ int norm_rows(const void* x, int size, int64_t rows, const float* weight, float 
     using Number = typename Element::Number;
     static thread_local std::vector<float> row;
     try {
-        row.resize(std::max(row.size(), size_t(whole(size))));
+        row.resize(std::max(row.size(), size_t(padded_size(size))));
     } catch (const std::bad_alloc&) {
         return 1;
     }
@@ -157,47 +164,48 @@ bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     if (pass.reduce) return false;  // all processes must exchange sums in the same order
     int views = 0;
     for (const Layer* l = layers; l < layers + count; l++) {
-        // Every group would read the weights of nearly all experts. A recurrent layer's stretches are not cut.
-        if (l->mixture() || l->delta) return false;
+        // Groups do not help a mixture of experts, since each group would read the weights of nearly all experts. The stretches of a
+        // recurrent layer cannot be cut.
+        if (l->is_moe() || l->delta) return false;
         views = std::max(views, l->view + 1);
     }
     return groups.cut(pass, views, count);
 }
 
 template <class Element>
-int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* entry, int width, const int32_t* taps,
+int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* mixer_input, int mixer_width, const int32_t* taps,
                int tap_count, void* states) {
     using Number = typename Element::Number;
-    // Captured by reference, since in a piece that another thread runs, the thread_local name refers to that thread's state.
+    // A reference, since in a lambda that another thread runs, the thread_local name refers to that thread's state.
     CallerState& state = state_of_caller;
     Groups& groups = state.groups;
-    const Run<Element> run{layers, count, static_cast<Number*>(x), static_cast<const Number*>(entry), width, taps, tap_count,
+    const LayersCall<Element> call{layers, count, static_cast<Number*>(x), static_cast<const Number*>(mixer_input), mixer_width, taps, tap_count,
                            static_cast<Number*>(states)};
     Team team(pass.threads, layers);
     pass.threads = team.count();
-    bool apart = false;
+    bool in_groups = false;
     try {
-        apart = cut(groups, pass, layers, count);
-        if (!apart) run.reserve(state.scratch, pass, run.width);
-        for (Group* group = groups.begin(); apart && group < groups.end(); group++)
-            run.reserve(group->scratch, group->pass, run.width);
+        in_groups = cut(groups, pass, layers, count);
+        if (!in_groups) call.reserve(state.scratch, pass, call.mixer_width);
+        for (Group* group = groups.begin(); in_groups && group < groups.end(); group++)
+            call.reserve(group->scratch, group->pass, call.mixer_width);
         if (state.threads.size() < size_t(pass.threads)) state.threads.resize(pass.threads);
-        for (ThreadScratch& local : state.threads) run.reserve(local, pass);
+        for (ThreadScratch& local : state.threads) call.reserve(local, pass);
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    if (apart) {
+    if (in_groups) {
         team.run(team.count(), [&](int, int thread) {
-            Team alone;
+            Team alone;  // this thread runs all stages of its group
             for (Group* group = nullptr; (group = groups.next(group));) {
-                if (!group->done) run.enter(group->scratch, group->pass);
-                run.layer(group->scratch, group->pass, group->done, &state.threads[thread], alone);
+                if (!group->done) call.enter(group->scratch, group->pass);
+                call.layer(group->scratch, group->pass, group->done, &state.threads[thread], alone);
             }
         });
     } else {
-        run.enter(state.scratch, pass);
+        call.enter(state.scratch, pass);
         for (int i = 0; i < count; i++)
-            if (!run.layer(state.scratch, pass, i, state.threads.data(), team)) return 2;
+            if (!call.layer(state.scratch, pass, i, state.threads.data(), team)) return 2;
     }
     team.passed(pass.rows);
     return 0;
@@ -233,27 +241,27 @@ EXPORTED const char* paceline_built_for() {
     return PACELINE_PROCESSOR;
 }
 
-// Runs the pass's rows of x [room, hidden] through `count` layers, in place.
-// entry [room, width]: input of the first layer's mixer; null means the normed stream.
-// states [taps, room, hidden]: receives the stream after `taps[i]` layers (ascending, 1 to count - 1).
+// Runs the pass's rows of x [tensor rows, hidden] through `count` layers, in place.
+// mixer_input [tensor rows, mixer_width]: input of the first layer's mixer; null means the normed stream.
+// states [taps, tensor rows, hidden]: receives the stream after `taps[i]` layers (ascending, 1 to count - 1).
 // element: type of all of these, as the `Kind` of its weights.
 // Returns 1 if out of memory, 2 if `reduce` failed.
-EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* entry,
-                             int width, const int32_t* taps, int tap_count, void* states) {
-    width = entry ? width : 0;
+EXPORTED int paceline_layers(const Layer* layers, int count, const Pass* pass, int element, void* x, const void* mixer_input,
+                             int mixer_width, const int32_t* taps, int tap_count, void* states) {
+    mixer_width = mixer_input ? mixer_width : 0;
     switch (element) {
-        case WIDE: return run_layers<BFloat16>(layers, count, *pass, x, entry, width, taps, tap_count, states);
-        case HALF: return run_layers<Float16>(layers, count, *pass, x, entry, width, taps, tap_count, states);
-        default: return run_layers<Float32>(layers, count, *pass, x, entry, width, taps, tap_count, states);
+        case BF16: return run_layers<BFloat16>(layers, count, *pass, x, mixer_input, mixer_width, taps, tap_count, states);
+        case F16: return run_layers<Float16>(layers, count, *pass, x, mixer_input, mixer_width, taps, tap_count, states);
+        default: return run_layers<Float32>(layers, count, *pass, x, mixer_input, mixer_width, taps, tap_count, states);
     }
 }
 
 // Stores the keys and values of a pass's rows, unless `k` is null, and computes their attention in one layer. Keys are also the
 // values if `v` is null and the view's keys and values are the same memory. Returns 1 if out of memory.
-EXPORTED int paceline_attend(const Attending* arguments, int element) {
+EXPORTED int paceline_attend(const AttendArguments* arguments, int element) {
     switch (element) {
-        case WIDE: return attend<BFloat16>(*arguments);
-        case HALF: return attend<Float16>(*arguments);
+        case BF16: return attend<BFloat16>(*arguments);
+        case F16: return attend<Float16>(*arguments);
         default: return attend<Float32>(*arguments);
     }
 }
@@ -290,12 +298,12 @@ EXPORTED int paceline_delta(const Delta* delta, int threads) {
     Team team(threads);
     std::vector<float> scratch;
     try {
-        scratch.resize(size_t(team.count()) * delta->room());
+        scratch.resize(size_t(team.count()) * delta->scratch_size());
     } catch (const std::bad_alloc&) {
         return 1;
     }
-    team.split(delta->heads, 1, [&](Span heads, int thread) {
-        for (int head = heads.from; head < heads.to; head++) delta->run(head, &scratch[size_t(thread) * delta->room()]);
+    team.split(delta->heads, [&](Range heads, int thread) {
+        for (int head = heads.from; head < heads.to; head++) delta->run(head, &scratch[size_t(thread) * delta->scratch_size()]);
     });
     return 0;
 }
@@ -303,7 +311,7 @@ EXPORTED int paceline_delta(const Delta* delta, int threads) {
 // See `ShortConvolution`.
 EXPORTED void paceline_convolve(const ShortConvolution* convolution, int threads) {
     Team team(threads);
-    team.split(convolution->rows, 1, [&](Span rows, int) {
+    team.split(convolution->rows, [&](Range rows, int) {
         for (int row = rows.from; row < rows.to; row++) convolution->run(row, convolution->out + int64_t(row) * convolution->channels);
     });
 }
@@ -312,8 +320,8 @@ EXPORTED void paceline_convolve(const ShortConvolution* convolution, int threads
 // of its weights. Returns 1 if out of memory.
 EXPORTED int paceline_norm(const void* x, int element, int size, int64_t rows, const float* weight, float eps, void* y) {
     switch (element) {
-        case WIDE: return norm_rows<BFloat16>(x, size, rows, weight, eps, y);
-        case HALF: return norm_rows<Float16>(x, size, rows, weight, eps, y);
+        case BF16: return norm_rows<BFloat16>(x, size, rows, weight, eps, y);
+        case F16: return norm_rows<Float16>(x, size, rows, weight, eps, y);
         default: return norm_rows<Float32>(x, size, rows, weight, eps, y);
     }
 }
@@ -332,48 +340,48 @@ EXPORTED void paceline_softcap(float* x, int64_t n, float cap) {
 // y [rows, blocks, 16] = the gated activation of x [rows, blocks, 2, 16], which holds gates and ups in turn.
 EXPORTED void paceline_gated(const float* x, int activation, int rows, int blocks, float* y, int threads) {
     Team team(threads);
-    team.split(rows, 1, [&](Span mine, int) {
-        for (int64_t i = int64_t(mine.from) * blocks * LANES, end = int64_t(mine.to) * blocks * LANES; i < end; i += LANES)
+    team.split(rows, [&](Range range, int) {
+        for (int64_t i = int64_t(range.from) * blocks * LANES, end = int64_t(range.to) * blocks * LANES; i < end; i += LANES)
             store(y + i, gated(activation, load<Floats>(x + 2 * i), load<Floats>(x + 2 * i + LANES)));
     });
 }
 
 // y [rows, out] = x [rows, in] W^T + b, plus `residual` unless it is null.
-// wide_x, wide_y: 1 if x or y is float32; otherwise it is bfloat16.
+// x_is_float32, y_is_float32: 1 for float32, 0 for bfloat16.
 // indices: the rows of x, y and `residual` to use; null means all rows in order.
 // Returns 1 if out of memory.
-EXPORTED int paceline_linear(const Matrix* m, const void* x, int wide_x, int in, const int64_t* indices, int rows, void* y,
-                             int wide_y, const bf16* residual, int threads) {
+EXPORTED int paceline_linear(const Matrix* m, const void* x, int x_is_float32, int in, const int64_t* indices, int rows, void* y,
+                             int y_is_float32, const bf16* residual, int threads) {
     static thread_local Inputs inputs_of_caller;
     static thread_local std::vector<float> padded_row;
     Inputs& inputs = inputs_of_caller;
     try {
         inputs.reserve(rows, *m);
-        padded_row.resize(std::max(padded_row.size(), size_t(whole(in))));
+        padded_row.resize(std::max(padded_row.size(), size_t(padded_size(in))));
     } catch (const std::bad_alloc&) {
         return 1;
     }
     auto index = [&](int row) { return indices ? indices[row] : int64_t(row); };
     for (int row = 0; row < rows; row++) {
         const int64_t first = index(row) * in;
-        if (wide_x)
+        if (x_is_float32)
             copy_row(padded_row.data(), static_cast<const float*>(x) + first, in);
         else
             widen_row<BFloat16>(padded_row.data(), static_cast<const bf16*>(x) + first, in);
-        inputs.set({0, rows}, row, *m, padded_row.data(), whole(in), 0, whole(in));
+        inputs.set({0, rows}, row, *m, padded_row.data(), padded_size(in), 0, padded_size(in));
     }
     auto take = [&](int row, int at, Floats v) {
         for (int i = 0, n = std::min(LANES, m->out - at); i < n; i++) {
             const int64_t to = index(row) * m->out + at + i;
             const float value = residual ? v[i] + widened(residual[to]) : v[i];
-            if (wide_y)
+            if (y_is_float32)
                 static_cast<float*>(y)[to] = value;
             else
                 static_cast<bf16*>(y)[to] = narrowed(value);
         }
     };
     Team team(threads);
-    team.split(blocks_of(*m), 1, [&](Span blocks, int) { product(blocks, *m, inputs, {0, rows}, take); });
+    team.split(blocks_of(*m), [&](Range blocks, int) { product(blocks, *m, inputs, {0, rows}, take); });
     return 0;
 }
 
@@ -393,9 +401,9 @@ EXPORTED int64_t paceline_bytes(int kind, int out, int in) {
 // codes. Returns 1 if a type or the width is not supported, 2 if out of memory.
 EXPORTED int paceline_pack(int kind, int out, int in, const uint8_t* const* rows, const int32_t* types, uint8_t* to,
                            int threads) {
-    auto own = [&](int type) { return kind_of_type(type) == kind; };
+    auto unchanged = [&](int type) { return kind_of_type(type) == kind; };
     auto coded = [&](int type) { return kind_of_type(type) != 0; };
-    const bool converts = !std::all_of(types, types + out, own), decodes = converts && std::any_of(types, types + out, coded);
+    const bool converts = !std::all_of(types, types + out, unchanged), decodes = converts && std::any_of(types, types + out, coded);
     if (converts && !float_group_bytes(kind)) return 1;
     for (int i = 0; i < out; i++) {
         if (!is_float(types[i]) && paceline_bytes(kind_of_type(types[i]), LANES, in) < 0) return 1;
@@ -410,12 +418,12 @@ EXPORTED int paceline_pack(int kind, int out, int in, const uint8_t* const* rows
     } catch (const std::bad_alloc&) {
         return 2;
     }
-    team.split(int(blocks), 1, [&](Span mine, int thread) {
-        float* room = decodes ? &decoded[size_t(thread) * LANES * in] : nullptr;
-        for (int block = mine.from; block < mine.to; block++) {
+    team.split(int(blocks), [&](Range part, int thread) {
+        float* scratch = decodes ? &decoded[size_t(thread) * LANES * in] : nullptr;
+        for (int block = part.from; block < part.to; block++) {
             const int first = block * LANES, count = std::min(LANES, out - first);
             if (converts)
-                pack_float_block(kind, {rows + first, types + first, count, in}, to + bytes * block, room);
+                pack_float_block(kind, {rows + first, types + first, count, in}, to + bytes * block, scratch);
             else
                 pack_block(kind, in, rows + first, count, to + bytes * block);
         }
@@ -423,13 +431,13 @@ EXPORTED int paceline_pack(int kind, int out, int in, const uint8_t* const* rows
     return 0;
 }
 
-// The kind of 4-bit codes for draft models. IQ4_NL's values are not evenly spaced and need products of whole bytes, which only
-// processors with byte dot products add up quickly.
+// The kind of 4-bit codes for draft models. IQ4_NL's values are not evenly spaced, so they are multiplied as whole bytes, which is fast
+// only on processors with byte dot products.
 EXPORTED int paceline_fewest_bits() {
 #if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
     return IQ4_NL;
 #else
-    return FOUR_AND_FLOOR;
+    return INT4_OFFSET;
 #endif
 }
 

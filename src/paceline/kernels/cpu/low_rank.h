@@ -11,8 +11,8 @@ struct LowRankBlock {
     int32_t first, count;
 };
 
-// An adapter's factors for one product. A [rank, in] is in the stream's type, with `rank` a multiple of 4 and `in` padded to
-// whole lanes. `rank` is 0 if the adapter does not change the product.
+// An adapter's factors for one linear layer. A [rank, in] is in the stream's type, with `rank` a multiple of 4 and `in` padded to
+// whole lanes. `rank` is 0 if the adapter does not change the linear layer.
 struct LowRank {
     const void* a;
     const LowRankBlock* blocks;
@@ -32,12 +32,12 @@ struct LowRank {
         }
     }
 
-    // y + B u for the 16 outputs that begin at output `at`.
+    // Returns y + B u for the 16 outputs that begin at output `at`, where u = A x.
     template <class Element>
-    [[gnu::flatten]] Floats grow(Floats y, const float* u, int at) const {
+    [[gnu::flatten]] Floats expand(Floats y, const float* u, int at) const {
         const LowRankBlock& block = blocks[at / LANES];
         const auto* b = static_cast<const typename Element::Number*>(block.b);
-        Floats sums[4] = {y};  // four sums, so that a product does not wait for the previous one
+        Floats sums[4] = {y};  // four sums, so that a multiplication does not wait for the previous one
         int j = 0;
         for (; j + 4 <= block.count; j += 4)
             for (int i = 0; i < 4; i++) sums[i] = fma(Element::widen(b + (j + i) * LANES), all(u[block.first + j + i]), sums[i]);

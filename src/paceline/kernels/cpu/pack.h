@@ -10,8 +10,8 @@ namespace paceline {
 // Codes and scales of 32 or 256 elements of one output, whatever their format.
 struct Unit {
     uint8_t codes[256];
-    half scale, floor;
-    uint8_t scales[16], floors[16];  // small integers of the spans; MXFP4 keeps its exponent in `scales[0]`
+    half scale, offset;
+    uint8_t scales[16], offsets[16];  // small integers of the sub-blocks; MXFP4 keeps its exponent in `scales[0]`
 };
 
 // Bytes and elements of a block of a GGUF type.
@@ -22,10 +22,10 @@ struct BlockSize {
 inline BlockSize block_size(int kind) {
     switch (kind) {
         case Q4_0: return {18, 32};
-        case FOUR_AND_FLOOR: return {20, 32};  // Q4_1
+        case INT4_OFFSET: return {20, 32};  // Q4_1
         case Q5_0: return {22, 32};
         case Q5_1: return {24, 32};
-        case EIGHT: return {34, 32};  // Q8_0
+        case INT8: return {34, 32};  // Q8_0
         case Q2_K: return {84, 256};
         case Q3_K: return {110, 256};
         case Q4_K: return {144, 256};
@@ -40,8 +40,8 @@ inline BlockSize block_size(int kind) {
 
 // The kind that holds a ggml type unchanged, or 0 if there is none.
 inline int kind_of_type(int type) {
-    if (type == 3) return FOUR_AND_FLOOR;
-    if (type == 8) return EIGHT;
+    if (type == 3) return INT4_OFFSET;
+    if (type == 8) return INT8;
     return block_size(64 + type).bytes ? 64 + type : 0;
 }
 
@@ -53,18 +53,18 @@ inline void nibbles(uint8_t* __restrict to, const uint8_t* __restrict from, int 
     for (int i = 0; i < n; i++) to[i + n] = from[i] >> 4;
 }
 
-// Reads scales and floors of 6 bits. GGUF stores the upper bits of half of them apart from the lower bits.
+// Reads scales and offsets of 6 bits. GGUF stores the upper bits of half of them apart from the lower bits.
 inline void six_bits(Unit& u, const uint8_t* p) {
     for (int i = 0; i < 4; i++) {
         u.scales[i] = p[i] & 63, u.scales[i + 4] = (p[i + 8] & 15) | (p[i] >> 6) << 4;
-        u.floors[i] = p[i + 4] & 63, u.floors[i + 4] = p[i + 8] >> 4 | (p[i + 4] >> 6) << 4;
+        u.offsets[i] = p[i + 4] & 63, u.offsets[i + 4] = p[i + 8] >> 4 | (p[i + 4] >> 6) << 4;
     }
 }
 
 inline void read_q2_k(Unit& u, const uint8_t* p) {
-    for (int i = 0; i < 16; i++) u.scales[i] = p[i] & 15, u.floors[i] = p[i] >> 4;
+    for (int i = 0; i < 16; i++) u.scales[i] = p[i] & 15, u.offsets[i] = p[i] >> 4;
     for (int i = 0; i < 256; i++) u.codes[i] = p[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
-    u.scale = read<half>(p + 80), u.floor = read<half>(p + 82);
+    u.scale = read<half>(p + 80), u.offset = read<half>(p + 82);
 }
 
 inline void read_q3_k(Unit& u, const uint8_t* p) {
@@ -77,7 +77,7 @@ inline void read_q3_k(Unit& u, const uint8_t* p) {
 }
 
 inline void read_q4_k(Unit& u, const uint8_t* p, const uint8_t* codes) {
-    u.scale = read<half>(p), u.floor = read<half>(p + 2);
+    u.scale = read<half>(p), u.offset = read<half>(p + 2);
     six_bits(u, p + 4);
     for (int i = 0; i < 4; i++) nibbles(u.codes + 64 * i, codes + 32 * i, 32);
 }
@@ -116,10 +116,10 @@ inline void read_block(Unit& u, int kind, const uint8_t* p) {
     u.scale = read<half>(p);
     switch (kind) {
         case Q4_0: case IQ4_NL: return nibbles(u.codes, p + 2, 16);
-        case FOUR_AND_FLOOR: u.floor = read<half>(p + 2); return nibbles(u.codes, p + 4, 16);
+        case INT4_OFFSET: u.offset = read<half>(p + 2); return nibbles(u.codes, p + 4, 16);
         case Q5_0: return five_bits(u, p + 2);
-        case Q5_1: u.floor = read<half>(p + 2); return five_bits(u, p + 4);
-        case EIGHT:
+        case Q5_1: u.offset = read<half>(p + 2); return five_bits(u, p + 4);
+        case INT8:
             for (int i = 0; i < 32; i++) u.codes[i] = p[2 + i] ^ 128;
             return;
         case Q2_K: return read_q2_k(u, p);
@@ -171,15 +171,15 @@ template <class F, class U, class Halves, class Bytes>
 inline void each_scale(U& u, int lane, Halves half_at, Bytes byte_at) {
     const int halves = F::HEADER ? 0 : F::CODES;
     if (F::SCALES != POWERS) half_at(halves + 2 * lane, u.scale);
-    if (F::FLOORS) half_at(halves + 2 * (LANES + lane), u.floor);
+    if (F::HAS_OFFSETS) half_at(halves + 2 * (LANES + lane), u.offset);
     if (F::SCALES == POWERS) byte_at(F::CODES + lane, u.scales[0], nullptr);
     for (int g = 0; F::IN_UNITS && g < 8; g++) {
         const int at = F::HEADER + g * F::BYTES + F::CODES + lane;
-        if (F::SPAN == GROUP) {
+        if (F::SUB_BLOCK == GROUP) {
             byte_at(at, u.scales[g], nullptr);
-            if (F::FLOORS) byte_at(at + LANES, u.floors[g], nullptr);
+            if (F::HAS_OFFSETS) byte_at(at + LANES, u.offsets[g], nullptr);
         } else {
-            for (int i = 0; i < 2; i++) byte_at(at + i * LANES, u.scales[2 * g + i], F::FLOORS ? &u.floors[2 * g + i] : nullptr);
+            for (int i = 0; i < 2; i++) byte_at(at + i * LANES, u.scales[2 * g + i], F::HAS_OFFSETS ? &u.offsets[2 * g + i] : nullptr);
         }
     }
 }
@@ -211,16 +211,17 @@ inline float widened_half(half x) {
 // Decodes the weights of a unit, with the same order of operations as ggml's decoders.
 template <class F>
 inline void values(float* to, const Unit& u) {
-    const float own = F::SCALES == POWERS ? power(u.scales[0]) : widened_half(u.scale), low = F::FLOORS ? widened_half(u.floor) : 0;
+    const float unit_scale = F::SCALES == POWERS ? power(u.scales[0]) : widened_half(u.scale);
+    const float unit_offset = F::HAS_OFFSETS ? widened_half(u.offset) : 0;
     for (int i = 0; i < F::UNIT; i++) {
-        const int span = i / F::SPAN;
+        const int sub_block = i / F::SUB_BLOCK;
         int value = u.codes[i];
         if constexpr (F::TABLE != nullptr) value = F::TABLE[value];
-        float scale = own, floor = low;
-        if (F::IN_UNITS) scale *= F::FLOORS ? float(u.scales[span]) : float(int8_t(u.scales[span]));
-        if (F::IN_UNITS && F::FLOORS) floor *= -float(u.floors[span]);
-        to[i] = scale * float(value - F::OFFSET);
-        if (F::FLOORS) to[i] += floor;
+        float scale = unit_scale, offset = unit_offset;
+        if (F::IN_UNITS) scale *= F::HAS_OFFSETS ? float(u.scales[sub_block]) : float(int8_t(u.scales[sub_block]));
+        if (F::IN_UNITS && F::HAS_OFFSETS) offset *= -float(u.offsets[sub_block]);
+        to[i] = scale * float(value - F::ZERO_POINT);
+        if (F::HAS_OFFSETS) to[i] += offset;
     }
 }
 
@@ -235,9 +236,9 @@ inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, 
         Unit u{};
         for (int unit = 0; unit < in / F::UNIT; unit++, to += F::HEADER + F::UNIT / GROUP * F::BYTES)
             for (int lane = 0; lane < LANES; lane++) {
-                const bool own = lane < count && rows[lane];
-                if (own) read_block(u, kind, rows[lane] + size_t(unit) * bytes);
-                write_unit<F>(to, lane, own ? u : zeros);
+                const bool has_row = lane < count && rows[lane];
+                if (has_row) read_block(u, kind, rows[lane] + size_t(unit) * bytes);
+                write_unit<F>(to, lane, has_row ? u : zeros);
             }
     });
 }
@@ -246,20 +247,20 @@ inline void pack_block(int kind, int in, const uint8_t* const* rows, int count, 
 template <class Element>
 inline void float_row(const Matrix& m, int64_t index, float* to) {
     using Number = typename Element::Number;
-    const int side = m.kind == WIDE ? 2 : 1;  // neighbouring inputs that are adjacent in a lane
-    const Number* from = reinterpret_cast<const Number*>(m.weights) + index / LANES * LANES * m.in + index % LANES * side;
+    const int adjacent = m.kind == BF16 ? 2 : 1;  // neighbouring inputs that are adjacent in memory
+    const Number* from = reinterpret_cast<const Number*>(m.weights) + index / LANES * LANES * m.in + index % LANES * adjacent;
     for (int k = 0; k < m.in; k += LANES) {
-        Number own[LANES];
-        for (int i = 0; i < LANES; i++) own[i] = from[(k + i) / side * side * LANES + i % side];
-        store(to + k, Element::widen(own));
+        Number numbers[LANES];
+        for (int i = 0; i < LANES; i++) numbers[i] = from[(k + i) / adjacent * adjacent * LANES + i % adjacent];
+        store(to + k, Element::widen(numbers));
     }
 }
 
 // Reads row `index` of a matrix into `to` [in].
 inline void row_of(const Matrix& m, int64_t index, float* to) {
-    if (m.kind == WIDE) return float_row<BFloat16>(m, index, to);
-    if (m.kind == HALF) return float_row<Float16>(m, index, to);
-    if (m.kind == FULL) return float_row<Float32>(m, index, to);
+    if (m.kind == BF16) return float_row<BFloat16>(m, index, to);
+    if (m.kind == F16) return float_row<Float16>(m, index, to);
+    if (m.kind == F32) return float_row<Float32>(m, index, to);
     if (m.kind == STACKED) return row_of(reinterpret_cast<const Matrix*>(m.weights)[index / LANES], index % LANES, to);
     with_format(m.kind, [&](auto format) {
         using F = decltype(format);

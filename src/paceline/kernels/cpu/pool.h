@@ -29,15 +29,12 @@
 namespace paceline {
 
 // The range `from` to `to` - 1.
-struct Span {
+struct Range {
     int from, to;
 };
 
-// Part `index` of the range 0 to n - 1, cut into `count` parts of whole units.
-inline Span share(int index, int count, int n, int unit = 1) {
-    const int64_t units = (n + unit - 1) / unit;
-    return {int(std::min<int64_t>(n, units * index / count * unit)), int(std::min<int64_t>(n, units * (index + 1) / count * unit))};
-}
+// Part `index` of the range 0 to n - 1, cut into `count` parts.
+inline Range nth_part(int index, int count, int64_t n) { return {int(n * index / count), int(n * (index + 1) / count)}; }
 
 // A 32-bit number. Threads can sleep until it changes.
 class Signal {
@@ -164,8 +161,8 @@ class Pool {
         return *pool;
     }
 
-    // The thread count of `work`. If `work` is null, the count of the last work: a head runs right after its layers. Only the
-    // owner may call this.
+    // The thread count of the model that `work` identifies. If `work` is null, the thread count of the previous call: an output head runs
+    // right after its model's layers. Only the owner may call this.
     ThreadCount& chosen(const void* work) {
         for (int i = 0; work && works_[last_] != work && i < COUNTS; i++) last_ = (last_ + 1) % COUNTS;
         if (work && works_[last_] != work) last_ = (last_ + 1) % COUNTS, works_[last_] = work, chosen_[last_] = {};
@@ -279,8 +276,8 @@ class Team {
 
     int count() const { return count_; }
 
-    // Number of pieces for `units`: several per thread, so that a slow thread delays the others little.
-    int pieces(int units) const { return count_ == 1 ? 1 : std::min(units, 4 * count_); }
+    // Number of pieces for a stage of `n` indivisible steps: several per thread, so that a slow thread delays the others little.
+    int pieces(int n) const { return count_ == 1 ? 1 : std::min(n, 4 * count_); }
 
     // Calls work(piece, thread) for all pieces. Returns when all are finished.
     template <class Work>
@@ -293,11 +290,11 @@ class Team {
         waited_ += pool_->run(pieces, call, &work);
     }
 
-    // Calls work(span, thread) for parts of the range 0 to n - 1, cut at whole units.
+    // Calls work(range, thread) for parts of the range 0 to n - 1.
     template <class Work>
-    void split(int n, int unit, Work work) {
-        const int count = pieces((n + unit - 1) / unit);
-        run(count, [&](int piece, int thread) { work(share(piece, count, n, unit), thread); });
+    void split(int n, Work work) {
+        const int count = pieces(n);
+        run(count, [&](int piece, int thread) { work(nth_part(piece, count, n), thread); });
     }
 
    private:

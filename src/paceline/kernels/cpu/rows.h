@@ -9,8 +9,9 @@
 
 namespace paceline {
 
-constexpr int whole(int size) { return (size + LANES - 1) / LANES * LANES; }
+constexpr int padded_size(int size) { return (size + LANES - 1) / LANES * LANES; }
 
+// Converts `size` numbers of a tensor's row to floats, and pads them to whole lanes.
 template <class Element>
 [[gnu::flatten]] void widen_row(float* to, const typename Element::Number* from, int size) {
     for (int i = 0; i < size; i += LANES) {
@@ -20,6 +21,7 @@ template <class Element>
     }
 }
 
+// Converts a padded row of floats to `size` numbers of a tensor.
 template <class Element>
 [[gnu::flatten]] void narrow_row(typename Element::Number* to, const float* from, int size) {
     for (int i = 0; i < size; i += LANES) {
@@ -31,9 +33,10 @@ template <class Element>
 
 // Copies `size` elements of a row and pads them to whole lanes.
 inline void copy_row(float* to, const float* from, int size) {
-    std::fill(std::copy_n(from, size, to), to + whole(size), 0.0f);
+    std::fill(std::copy_n(from, size, to), to + padded_size(size), 0.0f);
 }
 
+// RMS norm: to = x / rms(x) * weight.
 [[gnu::flatten]] inline void normed(float* to, const float* x, const float* weight, int size, float eps) {
     Floats squares{};
     for (int i = 0; i < size; i += LANES) squares = fma(load<Floats>(x + i), load<Floats>(x + i), squares);
@@ -41,6 +44,7 @@ inline void copy_row(float* to, const float* from, int size) {
     for (int i = 0; i < size; i += LANES) store(to + i, load<Floats>(x + i) * scale * load<Floats>(weight + i));
 }
 
+// Enlarges v to at least `rows` * `width` elements.
 template <class T>
 void grow(std::vector<T>& v, int rows, int width) {
     if (v.size() < size_t(rows) * width) v.resize(size_t(rows) * width);

@@ -119,7 +119,7 @@ inline Ints from_bytes(const uint8_t* from) {
 #endif
 }
 
-// Forces x into a register. Otherwise compilers delay the sums until all their products are in memory.
+// Forces x into a register. Otherwise compilers delay the additions until all products are in memory.
 inline void keep([[maybe_unused]] IntPart& x) {
 #if defined(EMULATED)  // in tests, where no register is this wide
 #elif defined(__AVX512F__)
@@ -145,7 +145,7 @@ inline void read_here() {
     if (ROWS > FIT) asm volatile("" ::: "memory");
 }
 
-// --- products of codes: exact ---------------------------------------------------------------------------------------
+// --- integer dot products of codes: exact ---------------------------------------------------------------------------------------
 
 // 8-bit weight codes are 128 too high. `EXCESS` is the part of this that `Dots` does not remove.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -177,7 +177,7 @@ struct Weights {
     BytePart sizes;  // absolute values, for instructions that multiply unsigned by signed bytes and saturate at 16 bits
 
     Weights() = default;
-    explicit Weights(BytePart own) : codes(SMALL || EXCESS ? own : own ^ 128), sizes(codes) {
+    explicit Weights(BytePart read) : codes(SMALL || EXCESS ? read : read ^ 128), sizes(codes) {
 #if defined(__AVX512BW__)
         if (!SMALL && !EXCESS) sizes = (BytePart)_mm512_abs_epi8((__m512i)codes);
 #elif defined(__AVX2__)
@@ -224,17 +224,17 @@ inline BytePart looked_up(const uint8_t* table, BytePart codes) {
 #endif
 }
 
-// Number of fours of a span's weight codes, of at most 8 bits, that `Dots` adds at a time. Where it keeps 16-bit sums, they must
+// Number of fours of a sub-block's weight codes, of at most 8 bits, that `Dots` adds at a time. Where it keeps 16-bit sums, they must
 // not overflow (8 * 2 * 15 * 127, 4 * 2 * 31 * 127 and 2 * 2 * 63 * 127 are all below 2^15).
-constexpr int fours_at_once([[maybe_unused]] int bits, int span) {
+constexpr int fours_at_once([[maybe_unused]] int bits, int sub_block) {
 #if defined(PACELINE_VNNI) || defined(__ARM_FEATURE_DOTPROD)
-    return span / 4;
+    return sub_block / 4;
 #elif defined(__aarch64__)
     const int most = bits <= 5 ? 8 : bits == 6 ? 4 : 2;  // without sums of two: 8 * 31 * 127, 4 * 63 * 127 and 2 * 128 * 127
-    return most < span / 4 ? most : span / 4;
+    return most < sub_block / 4 ? most : sub_block / 4;
 #else
     const int most = bits == 8 || bits <= 4 ? 8 : bits == 5 ? 4 : 2;
-    return most < span / 4 ? most : span / 4;
+    return most < sub_block / 4 ? most : sub_block / 4;
 #endif
 }
 
@@ -252,9 +252,9 @@ template <bool SMALL>
 class Dots {
    public:
     void add(const Weights<SMALL>& w, const int8_t* codes, int i) {
-        const int8x16_t own = (int8x16_t)w.codes, x = (int8x16_t)vdupq_n_s32(read<int32_t>(codes + 4 * i));
-        low_ = vmlal_s8(low_, vget_low_s8(own), vget_low_s8(x));
-        high_ = vmlal_high_s8(high_, own, x);
+        const int8x16_t weights = (int8x16_t)w.codes, x = (int8x16_t)vdupq_n_s32(read<int32_t>(codes + 4 * i));
+        low_ = vmlal_s8(low_, vget_low_s8(weights), vget_low_s8(x));
+        high_ = vmlal_high_s8(high_, weights, x);
     }
 
     IntPart total() const { return (IntPart)vpaddq_s32(vpaddlq_s16(low_), vpaddlq_s16(high_)); }
@@ -270,12 +270,12 @@ class Dots {
 #if defined(__ARM_FEATURE_DOTPROD)
     void add(const Weights<SMALL>& w, const int8_t* codes, int i) {
         const int32x4_t sums = (int32x4_t)sums_;
-        const int8x16_t own = (int8x16_t)w.codes, x = vld1q_s8(codes + i / 4 * 16);
+        const int8x16_t weights = (int8x16_t)w.codes, x = vld1q_s8(codes + i / 4 * 16);
         switch (i % 4) {
-            case 0: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 0); break;
-            case 1: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 1); break;
-            case 2: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 2); break;
-            default: sums_ = (IntPart)vdotq_laneq_s32(sums, own, x, 3);
+            case 0: sums_ = (IntPart)vdotq_laneq_s32(sums, weights, x, 0); break;
+            case 1: sums_ = (IntPart)vdotq_laneq_s32(sums, weights, x, 1); break;
+            case 2: sums_ = (IntPart)vdotq_laneq_s32(sums, weights, x, 2); break;
+            default: sums_ = (IntPart)vdotq_laneq_s32(sums, weights, x, 3);
         }
     }
 #else
@@ -370,7 +370,7 @@ class DotsOfTwo {
 };
 #endif
 
-// --- products of bfloat16 -------------------------------------------------------------------------------------------
+// --- dot products of bfloat16 -------------------------------------------------------------------------------------------
 
 // Operands of bfloat16 products: 16 pairs of neighbours, and one pair of a row. They use AVX-512's instruction or are widened to
 // floats. That instruction is documented as the same two fused multiply-adds, except that it treats numbers below 2^-126 as 0.
@@ -379,35 +379,35 @@ struct WidePairs {
     Floats even, odd;
     WidePairs() = default;
     WidePairs(const Floats& even, const Floats& odd) : even(even), odd(odd) {}
-    explicit WidePairs(const Ints& own) : even(as<Floats>(own << 16)), odd(as<Floats>(own & int32_t(0xffff0000))) {}
+    explicit WidePairs(const Ints& bits) : even(as<Floats>(bits << 16)), odd(as<Floats>(bits & int32_t(0xffff0000))) {}
 };
 
-inline Floats dot2(const Floats& total, const WidePairs& own, const float* pair) {
-    return fma(own.even, all(pair[0]), fma(own.odd, all(pair[1]), total));
+inline Floats dot2(const Floats& total, const WidePairs& vector, const float* pair) {
+    return fma(vector.even, all(pair[0]), fma(vector.odd, all(pair[1]), total));
 }
 
 // Adds `dot2` of V vectors and the pairs of Q rows, which are `stride` elements apart.
 template <int Q, int V>
-[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const WidePairs* own, const float* pairs, int stride) {
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const WidePairs* vectors, const float* pairs, int stride) {
 #pragma GCC unroll 16  // early enough for registers
     for (int i = 0; i < Q; i++) {
         const Floats x = all(pairs[i * stride + 1]);
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) sums[i][v] = fma(own[v].odd, x, sums[i][v]);
+        for (int v = 0; v < V; v++) sums[i][v] = fma(vectors[v].odd, x, sums[i][v]);
     }
     read_here<Q>();
 #pragma GCC unroll 16
     for (int i = 0; i < Q; i++) {
         const Floats x = all(pairs[i * stride]);
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) sums[i][v] = fma(own[v].even, x, sums[i][v]);
+        for (int v = 0; v < V; v++) sums[i][v] = fma(vectors[v].even, x, sums[i][v]);
     }
 }
 
 inline bool finite(const WidePairs& x) { return !any(x.even * 0.0f + x.odd * 0.0f != 0.0f); }
 
-// Sets numbers to 0 where the other operand is 0.
-inline WidePairs kept(const WidePairs& x, const float* pair) {
+// Sets numbers to 0 where the other operand, an attention weight, is 0: 0 times a non-finite number would be NaN.
+inline WidePairs zero_unweighted(const WidePairs& x, const float* pair) {
     return {pair[0] != 0 ? x.even : Floats{}, pair[1] != 0 ? x.odd : Floats{}};
 }
 
@@ -428,28 +428,28 @@ using Operand = bf16;
 struct Pairs {
     Ints both;
     Pairs() = default;
-    explicit Pairs(const Ints& own) : both(own) {}
+    explicit Pairs(const Ints& bits) : both(bits) {}
 };
 
-inline Floats dot2(Floats total, const Pairs& own, const Operand* pair) {
+inline Floats dot2(Floats total, const Pairs& vector, const Operand* pair) {
     const __m512i x = _mm512_set1_epi32(read<int32_t>(pair));
-    total.part[0] = _mm512_dpbf16_ps(total.part[0], (__m512bh)own.both.part[0], (__m512bh)x);
+    total.part[0] = _mm512_dpbf16_ps(total.part[0], (__m512bh)vector.both.part[0], (__m512bh)x);
     return total;
 }
 
 template <int Q, int V>
-[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const Pairs* own, const Operand* pairs, int stride) {
+[[gnu::always_inline]] inline void add_products(Floats (&sums)[Q][V], const Pairs* vectors, const Operand* pairs, int stride) {
 #pragma GCC unroll 16  // early enough for registers
     for (int i = 0; i < Q; i++)
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) sums[i][v] = dot2(sums[i][v], own[v], pairs + i * stride);
+        for (int v = 0; v < V; v++) sums[i][v] = dot2(sums[i][v], vectors[v], pairs + i * stride);
 }
 
 inline bool finite(const Pairs& x) {
     return !any(((x.both & 0x7f80) == 0x7f80) | ((x.both & 0x7f800000) == 0x7f800000));
 }
 
-inline Pairs kept(const Pairs& x, const Operand* pair) {
+inline Pairs zero_unweighted(const Pairs& x, const Operand* pair) {
     return Pairs(x.both & int32_t((pair[0] ? 0xffff : 0) | (pair[1] ? 0xffff0000 : 0)));
 }
 #else
