@@ -99,7 +99,7 @@ def _after(target: Decoder, length: int, rows: int) -> Callable[[Want], object]:
 def _products(layer: Layer) -> list[NativeLinear]:
     assert isinstance(layer.mlp, Dense)
     gate_up: Any = layer.mlp.gate_up
-    return [layer.attention.qkv, layer.out, gate_up.both, layer.mlp.down]  # type: ignore[list-item]
+    return [layer.mixer.qkv, layer.out, gate_up.linear, layer.mlp.down]  # type: ignore[list-item]
 
 
 def _time_alternating(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:

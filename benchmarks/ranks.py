@@ -44,7 +44,7 @@ class SingleRank(Ranks):
     """One of `count` ranks, without the other ranks. It skips sums over ranks."""
 
     def __init__(self, count: int) -> None:
-        self.rank, self.count, self.exchange = 0, count, None
+        self.rank, self.count, self.shared_memory = 0, count, None
 
     def check_alike(self, facts: object) -> None: ...
 

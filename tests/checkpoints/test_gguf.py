@@ -218,7 +218,7 @@ def test_a_quantised_file_keeps_its_codes_of(tmp_path: Path, kind: Q, bits: int 
             assert isinstance(codes, Stored)
             assert (codes.types == int(kind)).all()
             assert codes.is_float == (bits is None)
-            assert codes.form == (8 if mode == "int8" or head else 4)
+            assert codes.target == (8 if mode == "int8" or head else 4)
         assert torch.equal(linear(codes).weight(), tensor) == (bits is not None)
 
 

@@ -137,7 +137,7 @@ def test_blocks_mean_what_the_format_says(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_codes_stand_for_the_values_of_the_gguf_library(tmp_path: Path, kind: Q) -> None:
-    """To the bit where a group's scale and floor are float16 in the file, else up to their rounding."""
+    """To the bit where a group's scale and offset are float16 in the file, else up to their rounding."""
     store(tmp_path / "t.gguf", random_blocks(kind), kind)
     tensor = read_gguf(tmp_path / "t.gguf").tensors["t"]
     codes, values = tensor.codes(), torch.from_numpy(gguf.dequantize(random_blocks(kind), kind))
@@ -146,10 +146,10 @@ def test_codes_stand_for_the_values_of_the_gguf_library(tmp_path: Path, kind: Q)
     assert codes.bits == (4 if kind in (Q.Q4_0, Q.Q4_1, Q.Q4_K) else 8)
     assert codes.bits == BITS.get(kind.name, 8)
     if kind in KS:
-        # Float16 moves scale and floor by 2^-11 of themselves; Q6_K, in groups of 16, is quantised anew.
+        # Float16 moves scale and offset by 2^-11 of themselves; Q6_K, in groups of 16, is quantised anew.
         groups = values.unflatten(1, (-1, GROUP))
-        floor = torch.zeros_like(codes.scale) if codes.floor is None else codes.floor
-        reach = groups.abs().amax(-1) + 2 * floor.float().abs()
+        offset = torch.zeros_like(codes.scale) if codes.offset is None else codes.offset
+        reach = groups.abs().amax(-1) + 2 * offset.float().abs()
         error = (codes.dequantised() - values).unflatten(1, (-1, GROUP)).abs().amax(-1)
         assert bool((error <= reach / (250 if kind == Q.Q6_K else 2000)).all())
     else:

@@ -177,7 +177,7 @@ def test_experts_run_on_the_codes_that_they_are_stored_in(files: Files, which: i
     mixture = target._stack._parts[0].layers[0].mlp
     assert isinstance(mixture, Mixture)
     dense: Any = mixture.experts[0]
-    assert dense.gate_up.both.matrix.kinds == dense.down.matrix.kinds == (64 + 39,)
+    assert dense.gate_up.linear.matrix.kinds == dense.down.matrix.kinds == (64 + 39,)
     # Exclude rows for which rounding changes the experts.
     assert errors_of(logits_of(loaded, text(60)), expected(files[3], text(60))).median() < 0.1
 

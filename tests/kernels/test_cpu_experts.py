@@ -54,7 +54,7 @@ def without(target: Decoder, lost: list[set[int]]) -> Iterator[None]:
     assert layers
     matrices = [
         matrix
-        for layer, numbers in zip(layers._table, lost, strict=True)
+        for layer, numbers in zip(layers._structures, lost, strict=True)
         for number in numbers
         for matrix in (layer.experts[number].gate_up, layer.experts[number].down)
     ]

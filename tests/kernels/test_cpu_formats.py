@@ -15,9 +15,9 @@ from torch import Tensor
 from paceline.errors import CorruptModel
 from paceline.files.reading import map_file
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import EIGHT, IQ4_NL, NativeGated, NativeLinear, fewest_bits
+from paceline.kernels.cpu.matrix import INT8, IQ4_NL, NativeGated, NativeLinear, fewest_bits
 from paceline.kernels.quantize import quantize, round_activations
-from paceline.kernels.stored import FLOATS, Form, Stored
+from paceline.kernels.stored import FLOATS, Format, Stored
 from tests.support.gguf_blocks import HALVES, number, random_blocks, stored
 
 pytestmark = [
@@ -94,7 +94,7 @@ def test_stacked_types_keep_their_own_bits() -> None:
 def test_types_that_meet_within_a_block_become_8_bits() -> None:
     parts = [stored("Q4_K", 24, 256, 1), stored("Q6_K", 24, 256, 2)]
     ours = NativeLinear(Stored.stack([part for part, _ in parts]), None)
-    assert ours.matrix.kinds == (EIGHT,)
+    assert ours.matrix.kinds == (INT8,)
     weight = torch.cat([w for _, w in parts])
     assert (ours.weight() - weight).abs().max() < weight.abs().max() / 120
 
@@ -121,11 +121,11 @@ def test_pieces_are_packed_as_the_whole_and_their_pages_given_back(
 ) -> None:
     raw = random_blocks("Q4_K", 1000, 2560) if kind == "Q4_K" else torch.randn(1000, 1000).half().view(torch.uint8)
     width = 2560 if kind == "Q4_K" else 1000
-    whole = NativeLinear(replace(Stored.of(raw, int(number(kind)), width), form=torch.float16), None)
+    whole = NativeLinear(replace(Stored.of(raw, int(number(kind)), width), target=torch.float16), None)
     (tmp_path / "rows").write_bytes(raw.numpy().tobytes())
     data = map_file(tmp_path / "rows").bytes(0, raw.numel()).view(raw.shape)
     order = torch.randperm(1000)
-    matrix = replace(Stored.of(data, int(number(kind)), width, mapped=True), form=torch.float16)
+    matrix = replace(Stored.of(data, int(number(kind)), width, mapped=True), target=torch.float16)
     assert int(data.sum()) > 0
     before = resident(tmp_path / "rows")
     monkeypatch.setattr("paceline.kernels.cpu.matrix._PIECE", 1 << 16)
@@ -182,13 +182,13 @@ def test_widths_that_a_type_cannot_have_are_refused(kind: str, width: int) -> No
 def test_codes_are_requantised_to_fewer_bits_on_request(kind: str, bits: int) -> None:
     """The result is the same as for float values. Types with as few bits stay unchanged."""
     matrix, weight = stored(kind, 37, 512)
-    fewer, own = NativeLinear(replace(matrix, form=bits, fewer=True), None), NativeLinear(matrix, None)
+    fewer, own = NativeLinear(replace(matrix, target=bits, requantises=True), None), NativeLinear(matrix, None)
     if gguf.GGML_QUANT_SIZES[number(kind)][1] * 8 <= (bits + 1) * gguf.GGML_QUANT_SIZES[number(kind)][0]:
         assert fewer.matrix.kinds == own.matrix.kinds
         assert torch.equal(fewer.weight(), weight)
     else:
         assert fewer.matrix.nbytes < own.matrix.nbytes
-        floats = replace(Stored.floats(weight, bits), fewer=True)
+        floats = replace(Stored.floats(weight, bits), requantises=True)
         assert torch.equal(fewer.weight(), NativeLinear(floats, None).weight())
 
 
@@ -197,7 +197,7 @@ def test_draft_models_have_the_nearest_of_values_that_are_not_evenly_spaced() ->
         pytest.skip("these kernels have no byte dot products")
     weight = torch.randn(37, 208, generator=torch.Generator().manual_seed(0)) / 9
     weight[0, :40] = 0
-    ours = NativeLinear(replace(Stored.floats(weight, 4), fewer=True), None)
+    ours = NativeLinear(replace(Stored.floats(weight, 4), requantises=True), None)
     assert ours.matrix.kinds == (IQ4_NL,)
     error, fours = ((x - weight).square().mean() for x in (ours.weight(), quantize(weight, 4).dequantised()))
     assert error < 1.25 * fours
@@ -212,13 +212,13 @@ def test_draft_models_have_the_nearest_of_values_that_are_not_evenly_spaced() ->
 
 def test_stacked_types_become_one_where_fewer_bits_are_asked() -> None:
     parts = [stored("Q5_0", 24, 256, 1)[0], stored("Q8_0", 24, 256, 2)[0]]
-    ours = NativeLinear(Stored.stack([replace(part, form=4, fewer=True) for part in parts]), None)
+    ours = NativeLinear(Stored.stack([replace(part, target=4, requantises=True) for part in parts]), None)
     assert ours.matrix.kinds == (fewest_bits(),)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("form", [*FLOATS, 8, 4])
-def test_floats_are_packed_as_torch_would(dtype: torch.dtype, form: Form) -> None:
+def test_floats_are_packed_as_torch_would(dtype: torch.dtype, form: Format) -> None:
     for out, width in ((16, 32), (130, 208), (5, 48), (17, 37)):
         weight = (torch.randn(out, width, generator=torch.Generator().manual_seed(out)) / 9).to(dtype)
         weight[0, :20] = 0

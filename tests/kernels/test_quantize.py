@@ -59,7 +59,7 @@ def test_eight_bits_are_within_half_a_step(seed: int, out: int, width: int, scal
     codes = quantize(weight, 8)
     assert codes.shape == (out, width)
     assert codes.codes.shape == (out, -(-width // GROUP) * GROUP)
-    assert codes.floor is None
+    assert codes.offset is None
     step = codes.scale.float().repeat_interleave(GROUP, 1)[:, :width]
     # The largest value of a group is 127 steps, except for the rounding of the step to float16.
     assert bool(((codes.dequantised() - weight).abs() <= 0.5 * step * 1.13 + 4e-6).all())
@@ -99,7 +99,7 @@ def test_groups_know_nothing_of_each_other(bits: int) -> None:
     weight[:, GROUP : 2 * GROUP] = 1000.0
     other = quantize(weight, bits)
     for group in (0, 2):
-        assert torch.equal(whole.steps(group), other.steps(group))
+        assert torch.equal(whole.centred_codes(group), other.centred_codes(group))
         assert torch.equal(whole.scale[:, group], other.scale[:, group])
 
 
@@ -137,14 +137,14 @@ def test_codes_of_codes_at_their_own_bits_are_the_same(bits: int) -> None:
 
 def test_rows_stacks_and_more_bits_change_no_weight() -> None:
     four, eight = quantize(drawn(5, 6, 70), 4), quantize(drawn(6, 4, 70), 8)
-    assert torch.equal(four.raised().dequantised(), four.dequantised())
-    assert four.raised().bits == 8
+    assert torch.equal(four.to_8_bits().dequantised(), four.dequantised())
+    assert four.to_8_bits().bits == 8
     order = torch.tensor([3, 0, 0, 5])
     assert torch.equal(four[order].dequantised(), four.dequantised()[order])
     for parts, bits in (([four, four], 4), ([eight, eight], 8), ([four, eight], 8), ([eight, four, eight], 8)):
         stacked = stack(parts)
         assert stacked.bits == bits
-        assert (stacked.floor is None) == (four not in parts)
+        assert (stacked.offset is None) == (four not in parts)
         assert torch.equal(stacked.dequantised(), torch.cat([part.dequantised() for part in parts]))
 
 

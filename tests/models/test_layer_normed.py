@@ -95,7 +95,7 @@ def test_sequential_attention_and_mlp_would_change_the_logits() -> None:
         part.layers = [copy(layer) for layer in part.layers]
         for layer in part.layers:
             assert isinstance(layer, ParallelLayer)
-            layer.__class__, layer.mlp_norm = Layer, layer.attn_norm  # type: ignore[assignment]
+            layer.__class__, layer.mlp_norm = Layer, layer.mixer_norm  # type: ignore[assignment]
     cache = wrong.new_cache()
     logits = feed(wrong, cache, cache.acquire(), tokens)
     with pytest.raises(AssertionError):

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention
 from paceline.cache.kv_types import from_stored, to_stored
 from paceline.cache.slab import SlabCache
-from paceline.kernels.cpu.attention import attend, whole
+from paceline.kernels.cpu.attention import attend, padded_size
 from paceline.types import Draft, Rows
 from tests.support.trees import path_to
 
@@ -47,7 +47,7 @@ class Witness:
             kernel: True to compute attention with the CPU kernels, over padded heads.
         """
         layers = [replace(layer, kernel=attend) for layer in LAYERS] if kernel else LAYERS
-        self.cache = kind(layers, KV, whole(D) if kernel else D, 4096, stored or dtype, CPU)
+        self.cache = kind(layers, KV, padded_size(D) if kernel else D, 4096, stored or dtype, CPU)
         self.error = 1e-9 if dtype == torch.float64 and not stored else 1e-5
         self.random = torch.Generator().manual_seed(seed)
         self.dtype = dtype

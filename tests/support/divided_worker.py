@@ -173,7 +173,7 @@ def compare(whole: Decoder, divided: DividedDecoder) -> dict[str, Any]:
         "embedding": torch.equal(divided.embed(tokens), whole.embed(tokens)),
         "head": torch.equal(divided.head(), whole.head()) and torch.equal(*some),
         "logits": float((ours - theirs).abs().max()),
-        "shared": divided.ranks.exchange is not None,
+        "shared": divided.ranks.shared_memory is not None,
         "native": divided._stack.native is not None,
         "kv_heads": divided.config.kv_heads,
     }

@@ -12,10 +12,10 @@ from paceline.kernels.cpu.matrix import NativeLinear
 from paceline.kernels.quantize import Codes, quantize
 
 
-def with_floors(weight: Tensor) -> Codes:
+def with_offsets(weight: Tensor) -> Codes:
     codes = quantize(weight, 8)
     noise = torch.randn(codes.scale.shape, generator=torch.Generator().manual_seed(9))
-    return replace(codes, floor=(noise * 0.05).half())
+    return replace(codes, offset=(noise * 0.05).half())
 
 
 KINDS: dict[str, Callable[[Tensor], Tensor | Codes]] = {
@@ -24,7 +24,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor | Codes]] = {
     "float32": lambda w: w,
     "4 bits": lambda w: quantize(w, 4),
     "8 bits": lambda w: quantize(w, 8),
-    "8 bits with floors": with_floors,
+    "8 bits with offsets": with_offsets,
 }
 
 

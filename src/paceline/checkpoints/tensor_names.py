@@ -11,7 +11,7 @@ def translated(config: Raw, tensors: Tensors) -> Tensors:
     """Return a checkpoint's tensors under the names, and in the form, that the decoder expects."""
     family = family_of(config)
     if names := _names(config):
-        tensors = LanguageTensors(tensors, names, turned=family.turned)
+        tensors = LanguageTensors(tensors, names, transposed=family.transposed)
     return family.tensors(config, tensors)
 
 

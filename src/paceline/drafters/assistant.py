@@ -13,7 +13,7 @@ from paceline.drafters.base import Ask
 from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
 from paceline.drafters.hosted import CacheSharing, LastState
 from paceline.errors import UnsupportedModel
-from paceline.kernels.linear import free_rows
+from paceline.kernels.linear import memory_bound_rows
 from paceline.models.assistant import AssistantNetwork
 from paceline.models.decoder import Decoder
 from paceline.models.heads import AssistantConfig
@@ -49,7 +49,7 @@ class Assistant(CacheSharing, LastState, Growing):
                 f"{type(target).__name__} does not share its keys and values, which an assistant needs",
                 "Use a Gemma 4 model that Paceline runs itself, or another drafter",
             )
-        self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
+        self.draft = DraftBudget(24, 6, 4) if memory_bound_rows(target.device) > 24 else DraftBudget.chain(3)
         self._net, self._device = AssistantNetwork(config, tensors, target), target.device
         self._after: dict[int, dict[int, Tensor]] = {}
         """Slot -> node fed in this round, or `ROOT` for the pending token -> the state [target H] that the assistant

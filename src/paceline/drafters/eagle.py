@@ -14,7 +14,7 @@ from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedSlot, StateDrafter
 from paceline.drafters.growth import Growing, Growth, logits_of, pack_level
 from paceline.drafters.model import SHARED
-from paceline.kernels.linear import free_rows
+from paceline.kernels.linear import memory_bound_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
 from paceline.protocols import TargetWithHead
@@ -59,7 +59,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         self.taps: tuple[Tap, ...] = config.taps
         # On two cores, with target passes of 41 ms, each level took 3 ms and verifying a tree of 7 rows took another
         # 4 ms, so short chains were fastest (docs/notes/drafters.md#cost-of-drafting-with-a-head).
-        self.draft = DraftBudget(24, 6, 4) if free_rows(target.device) > 24 else DraftBudget.chain(3)
+        self.draft = DraftBudget(24, 6, 4) if memory_bound_rows(target.device) > 24 else DraftBudget.chain(3)
         self._net, self._device = EagleNetwork(config, tensors, target), target.device
         super().__init__(self._net.new_cache(), _EagleSlot)
 

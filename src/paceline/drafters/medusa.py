@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.drafters.base import Ask
 from paceline.drafters.hosted import LastState
 from paceline.drafters.independent import fixed, rank
-from paceline.kernels.linear import free_rows
+from paceline.kernels.linear import memory_bound_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
 from paceline.protocols import TargetWithHead
@@ -46,7 +46,7 @@ class Medusa(LastState):
         if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
             whole = DraftBudget(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
             # The best places come first. Beyond the rows that are nearly free, another row costs more than it gains.
-            self.draft = whole.within(whole.depth, free_rows(target.device) - 1)
+            self.draft = whole.within(whole.depth, memory_bound_rows(target.device) - 1)
         super().__init__()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:

@@ -1,1 +1,1 @@
-"""Matrix products, quantisation and activations."""
+"""Linear layers, quantisation and activations."""

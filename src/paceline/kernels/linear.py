@@ -1,4 +1,4 @@
-"""Matrix products. This is the only module that chooses between kernels."""
+"""Linear layers. This is the only module that chooses between kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.kernels.stored import Stored
 
 
 class Linear(Protocol):
-    """A matrix product with a weight W [out, in]: x W^T + b, from [..., in] to [..., out]."""
+    """A linear layer with a weight W [out, in]: x W^T + b, from [..., in] to [..., out]."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -31,7 +31,7 @@ class Linear(Protocol):
         return residual + self(x)
 
     def precise(self, x: Tensor) -> Tensor:
-        """Return the product in float32 or wider, for logits."""
+        """Return x W^T + b in float32 or wider, for logits."""
         y = self(x)
         return y if y.dtype == torch.float64 else y.float()
 
@@ -41,16 +41,16 @@ class Linear(Protocol):
         ...
 
 
-Make = Callable[[Tensor, Tensor | None], Linear]
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 
-_MAKE: ContextVar[Make | None] = ContextVar("make", default=None)
+_MAKE: ContextVar[MakeLinear | None] = ContextVar("make", default=None)
 
 
 @contextmanager
-def products(make: Make) -> Iterator[None]:
-    """Build the products of models inside this context with `make` instead of choosing the fastest kernel.
+def linear_layers_from(make: MakeLinear) -> Iterator[None]:
+    """Build the linear layers of models inside this context with `make` instead of choosing the fastest kernel.
 
-    Products with quantised weights are exact, so they are built as usual.
+    Linear layers with quantised weights are exact, so they are built as usual.
     """
     token = _MAKE.set(make)
     try:
@@ -60,16 +60,16 @@ def products(make: Make) -> Iterator[None]:
 
 
 def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linear:
-    """Choose the fastest product for the weight's dtype and device.
+    """Build the fastest linear layer for the weight's dtype and device.
 
-    Products with quantised weights round the activations to 8 bits, with separate scales for each row.
+    Linear layers with quantised weights round the activations to 8 bits, with separate scales for each row.
 
     Args:
-        weight: W [out, in]. The product may copy it into another layout.
+        weight: W [out, in]. It may be copied into another layout.
         bias: b [out], or None.
 
     Returns:
-        A product whose results have the dtype of the activations.
+        A linear layer whose results have the dtype of the activations.
     """
     if isinstance(weight, Stored):
         return NativeLinear(weight, bias)
@@ -97,13 +97,13 @@ def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str)
 
 
 class Gated:
-    """A gated product on top of any `Linear` that computes gate and up together."""
+    """Gated linear layers on top of one `Linear` that computes the gate and up projections together."""
 
-    def __init__(self, both: Linear, activation: str) -> None:
-        self.both, self._act = both, ACTIVATIONS[activation]
+    def __init__(self, gate_up: Linear, activation: str) -> None:
+        self.linear, self._act = gate_up, ACTIVATIONS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.both(x).chunk(2, -1)
+        gate, up = self.linear(x).chunk(2, -1)
         return self._act(gate, up)
 
 
@@ -119,19 +119,19 @@ class _Plain(Linear):
 
 
 class _Packed(Linear):
-    """A product with oneDNN's blocked weights. It takes half the time of F.linear for 2 to 8 rows on AVX512-BF16
+    """A linear layer with oneDNN's blocked weights. It takes half the time of F.linear for 2 to 8 rows on AVX512-BF16
     (docs/notes/kernels.md#packed-weights)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
-        self._product = torch.ops.mkldnn._linear_pointwise
+        self._multiply = torch.ops.mkldnn._linear_pointwise
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self._product(x, self._weight, self._bias, "none", [], "")
+        y: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return y
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
-        y: Tensor = self._product.binary(x, residual, self._weight, self._bias, "add")
+        y: Tensor = self._multiply.binary(x, residual, self._weight, self._bias, "add")
         return y
 
     def weight(self) -> Tensor:
@@ -140,7 +140,7 @@ class _Packed(Linear):
 
 
 class _Coded(Linear):
-    """A product with quantised weights, for any device. It computes one group at a time.
+    """A linear layer with quantised weights, for any device. It computes one group at a time.
 
     The sum of a group consists of integers below 2^24, so it is exact in float32 in any order. The groups are added in
     order. So a row's bits do not depend on the other rows. This code is slow. The CPU kernels are fast.
@@ -151,12 +151,12 @@ class _Coded(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         c, rows = self._codes, round_activations(x.reshape(-1, x.shape[-1]))
-        total = rows.steps.new_zeros(len(rows.steps), c.shape[0])
-        for group, (steps, scale) in enumerate(zip(rows.steps.unbind(1), rows.scale.unbind(1), strict=True)):
-            part = (steps @ c.steps(group).T).mul_(c.scale[:, group].float())
-            if c.floor is not None:
-                part += steps.sum(-1, keepdim=True) * c.floor[:, group].float()
-            total += part.mul_(scale[:, None])
+        total = rows.codes.new_zeros(len(rows.codes), c.shape[0])
+        for group, (row_codes, row_scale) in enumerate(zip(rows.codes.unbind(1), rows.scale.unbind(1), strict=True)):
+            part = (row_codes @ c.centred_codes(group).T).mul_(c.scale[:, group].float())
+            if c.offset is not None:
+                part += row_codes.sum(-1, keepdim=True) * c.offset[:, group].float()
+            total += part.mul_(row_scale[:, None])
         if self._bias is not None:
             total += self._bias
         return total.to(x.dtype).view(*x.shape[:-1], c.shape[0])
@@ -169,7 +169,7 @@ class _Coded(Linear):
 
 
 class FixedTile(Linear):
-    """A CUDA product for exact mode, where rows do not depend on each other (`cuda.kernels.fixed_product`)."""
+    """A linear layer on CUDA for exact mode, where rows do not depend on each other (`cuda.kernels.fixed_product`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight.contiguous(), bias
@@ -215,7 +215,7 @@ def takes_stored(dtype: torch.dtype, coded: bool, device: torch.device) -> bool:
     return runs and device.type == "cpu" and library() is not None
 
 
-def free_rows(device: torch.device) -> int:
+def memory_bound_rows(device: torch.device) -> int:
     """Return the maximum number of rows for which reading the weights dominates the time of a pass.
 
     Learned drafters use it as the size of their first drafts. A pass of the demo model in bfloat16 takes 11.5 ms for 1
@@ -225,14 +225,14 @@ def free_rows(device: torch.device) -> int:
 
 
 def fast_bfloat16() -> bool:
-    """Return True if bfloat16 products are fast on this CPU."""
+    """Return True if linear layers in bfloat16 are fast on this CPU."""
     return library() is not None or packs_bfloat16()
 
 
 @cache
 def packs_bfloat16() -> bool:
-    """Return True if this CPU and this build of torch support oneDNN's packed bfloat16 product. A small product is
-    tried to find out."""
+    """Return True if this CPU and this build of torch support oneDNN's packed bfloat16 weights. A small matrix
+    multiplication is tried to find out."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     try:

@@ -1,7 +1,7 @@
-"""Low-rank adapters for products (LoRA, Hu et al., arXiv 2106.09685), which are kept separate from the weights instead
-of being merged.
+"""Low-rank adapters for linear layers (LoRA, Hu et al., arXiv 2106.09685), which are kept separate from the weights
+instead of being merged.
 
-A pass may contain rows with different adapters. The base product is computed for all rows at once, and each slot's
+A pass may contain rows with different adapters. The base layer is computed for all rows together, and each slot's
 adapter adds B (A x) to the rows of that slot. So a row never depends on the adapter of another row, and a row without
 an adapter has the same bits as in a model without adapters.
 """
@@ -65,14 +65,14 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The factors of an adapter for one product: `a` [r, in] and `b` [out, r]."""
+    """The factors of an adapter for one linear layer: `a` [r, in] and `b` [out, r]."""
 
     a: Tensor
     b: Tensor
 
     @staticmethod
     def stacked(parts: Sequence[tuple[Tensor, Tensor] | None], outputs: Sequence[int]) -> LowRank | None:
-        """Combine the factors of several projections that are computed as one product.
+        """Combine the factors of several projections that are computed by one linear layer.
 
         Args:
             parts: (A, B) for each projection, or None for a projection that the adapter does not change.
@@ -94,29 +94,34 @@ class LowRank:
         return LowRank(a, b)
 
     def ordered(self, order: Tensor) -> LowRank:
-        """Return the factors for the same product with its outputs in this order."""
+        """Return the factors for the same linear layer with its outputs in this order."""
         return LowRank(self.a, self.b[order])
 
 
 class Adapted(Linear):
-    """A product with adapters, in the model's dtype. `changes` has an entry for each adapter, which is None if the
-    adapter does not change this product."""
+    """A linear layer with adapters, in the model's dtype.
 
-    def __init__(self, base: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> None:
-        self.base, self.changes, self.dtype = base, changes, dtype
-        self._products: list[tuple[Linear, Linear] | None] = []
+    Attributes:
+        base: The linear layer without adapters.
+        factors: The factors of each adapter. None for an adapter that does not change this linear layer.
+    """
+
+    def __init__(self, base: Linear, factors: Sequence[LowRank | None], dtype: torch.dtype) -> None:
+        self.base, self.factors, self.dtype = base, factors, dtype
+        self._adapters: list[tuple[Linear, Linear] | None] = []
+        """Linear layers with the weights A and B of each adapter."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._changed(self.base(x), x)
+        return self._add_adapters(self.base(x), x)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """See `Linear.onto`."""
-        return self._changed(self.base.onto(x, residual), x)
+        return self._add_adapters(self.base.onto(x, residual), x)
 
     def precise(self, x: Tensor) -> Tensor:
         """See `Linear.precise`."""
         y = self.base.precise(x)
-        for slot, (down, up) in self._changed_slots():
+        for slot, (down, up) in self._adapters_of_slots():
             y[slot] += up.precise(down(x[slot]))
         return y
 
@@ -124,40 +129,39 @@ class Adapted(Linear):
         """Return the weight without adapters."""
         return self.base.weight()
 
-    def _changed(self, y: Tensor, x: Tensor) -> Tensor:
+    def _add_adapters(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the results of the slots' adapters for x [B, T, in] to y [B, T, out], in place."""
-        for slot, (down, up) in self._changed_slots():
+        for slot, (down, up) in self._adapters_of_slots():
             y[slot] = up.onto(down(x[slot]), y[slot])
         return y
 
-    def _changed_slots(self) -> Iterator[tuple[int, tuple[Linear, Linear]]]:
-        """Yield the slots whose adapter changes this product, each with the products of A and B."""
-        if not self._products:  # built on first use, because the CPU kernels keep their own copy and never need these
-            self._products = [
-                (linear(change.a.to(self.dtype)), linear(change.b.to(self.dtype))) if change else None
-                for change in self.changes
+    def _adapters_of_slots(self) -> Iterator[tuple[int, tuple[Linear, Linear]]]:
+        """Yield the slots whose adapter changes this linear layer, each with the linear layers A and B."""
+        if not self._adapters:  # built on first use, because the CPU kernels keep their own copy and never need these
+            self._adapters = [
+                (linear(own.a.to(self.dtype)), linear(own.b.to(self.dtype))) if own else None for own in self.factors
             ]
-            self.changes = ()
+            self.factors = ()
         for slot, number in enumerate(_ADAPTERS.get()):
-            if number and (change := self._products[number - 1]):
-                yield slot, change
+            if number and (adapter := self._adapters[number - 1]):
+                yield slot, adapter
 
 
-def adapted(product: Linear, changes: Sequence[LowRank | None], dtype: torch.dtype) -> Linear:
-    """Wrap a product in `Adapted` if any adapter changes it. Otherwise, return it unchanged."""
-    return Adapted(product, changes, dtype) if any(changes) else product
+def adapted(base: Linear, factors: Sequence[LowRank | None], dtype: torch.dtype) -> Linear:
+    """Wrap a linear layer in `Adapted` if any adapter changes it. Otherwise, return it unchanged."""
+    return Adapted(base, factors, dtype) if any(factors) else base
 
 
-def adapt_gated(product: Gated | NativeGated, changes: Sequence[LowRank | None], dtype: torch.dtype) -> None:
-    """Add adapters to the product of the stacked gate and up projections."""
-    if isinstance(product, NativeGated):
-        changes = [change and change.ordered(product.order) for change in changes]
-    product.both = adapted(product.both, changes, dtype)
+def adapt_gated(gate_up: Gated | NativeGated, factors: Sequence[LowRank | None], dtype: torch.dtype) -> None:
+    """Add adapters to the stacked gate and up projections. `factors` has the order of the checkpoint's rows."""
+    if isinstance(gate_up, NativeGated):
+        factors = [own and own.ordered(gate_up.order) for own in factors]
+    gate_up.linear = adapted(gate_up.linear, factors, dtype)
 
 
-def base_of(product: object) -> object:
-    """Return the product without adapters."""
-    return product.base if isinstance(product, Adapted) else product
+def without_adapters(layer: object) -> object:
+    """Return the base of an `Adapted` linear layer. Return any other object unchanged."""
+    return layer.base if isinstance(layer, Adapted) else layer
 
 
 class CLowRank(Structure):
@@ -170,29 +174,30 @@ _BLOCK = np.dtype([("b", np.uintp), ("first", np.int32), ("count", np.int32)], a
 """The structure `LowRankBlock` in low_rank.h."""
 
 
-class NativeChanges:
-    """The adapters of a product in the layout of the CPU kernels.
+class NativeAdapters:
+    """The adapters of a linear layer in the layout of the CPU kernels.
 
     Attributes:
         c: One `LowRank` structure for each adapter.
         rank: The largest rank of all adapters.
     """
 
-    def __init__(self, product: Adapted) -> None:
-        self._held: list[object] = []
-        self.c: Array[CLowRank] = (CLowRank * len(product.changes))()
-        for own, change in zip(self.c, product.changes, strict=True):
-            if change:
-                self._fill(own, change, product.dtype)
-        self.rank = max(own.rank for own in self.c)
-        product.changes = ()  # the kernels compute this product, so torch needs no copy of the factors
+    def __init__(self, layer: Adapted) -> None:
+        self._kept_alive: list[object] = []
+        """The arrays that the structures point to."""
+        self.c: Array[CLowRank] = (CLowRank * len(layer.factors))()
+        for structure, factors in zip(self.c, layer.factors, strict=True):
+            if factors:
+                self._fill(structure, factors, layer.dtype)
+        self.rank = max(structure.rank for structure in self.c)
+        layer.factors = ()  # the kernels compute this linear layer, so torch needs no copy of the factors
 
-    def _fill(self, own: CLowRank, change: LowRank, dtype: torch.dtype) -> None:
-        (rank, width), out = change.a.shape, len(change.b)
-        a = F.pad(change.a.to(dtype), (0, -width % LANES, 0, -rank % 4)).contiguous()
-        b = F.pad(change.b.to(dtype), (0, 0, 0, -out % LANES)).view(-1, LANES, rank)
+    def _fill(self, structure: CLowRank, factors: LowRank, dtype: torch.dtype) -> None:
+        (rank, width), out = factors.a.shape, len(factors.b)
+        a = F.pad(factors.a.to(dtype), (0, -width % LANES, 0, -rank % 4)).contiguous()
+        b = F.pad(factors.b.to(dtype), (0, 0, 0, -out % LANES)).view(-1, LANES, rank)
         table = np.zeros(len(b), _BLOCK)
-        self._held += [a, table]
+        self._kept_alive += [a, table]
         # In stacked projections, a block uses only the columns of its own projection. All its other columns are zero.
         used = (b != 0).any(1).numpy()
         first = used.argmax(1)
@@ -201,7 +206,7 @@ class NativeChanges:
             if start < stop:
                 here = np.flatnonzero((first == start) & (end == stop))
                 part = b[torch.from_numpy(here), :, start:stop].transpose(1, 2).contiguous()
-                self._held.append(part)
+                self._kept_alive.append(part)
                 table["b"][here] = part.data_ptr() + np.arange(len(here)) * part[0].nbytes
                 table["first"][here], table["count"][here] = start, stop - start
-        own.a, own.blocks, own.rank = a.data_ptr(), table.ctypes.data, len(a)
+        structure.a, structure.blocks, structure.rank = a.data_ptr(), table.ctypes.data, len(a)

@@ -26,8 +26,8 @@ Mode = Literal["int8", "int4"]
 GROUP = 32
 """Number of weights that share a scale."""
 
-CENTRE = {4: 0, 8: 128}
-"""Number of bits -> the code that stands for the floor, or for zero if there is no floor."""
+ZERO_POINT = {4: 0, 8: 128}
+"""Number of bits -> the code of a weight that equals the group's offset, or 0 if there is no offset."""
 
 _PIECE = 1 << 18
 """Number of weights that are quantised at a time. They fit into the processor's cache, which saves a third of the
@@ -36,22 +36,22 @@ time."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """A quantised weight matrix [out, in]: w = scale * (code - centre) + floor, in groups of `GROUP` along each row.
+    """A quantised weight matrix [out, in]: w = scale * (code - zero point) + offset, in groups of `GROUP` per row.
 
-    GGUF's Q4_1 has this form with 4 bits, Q4_0 with 4 bits and floor = -8 scale, and Q8_0 with 8 bits and no floor.
+    GGUF's Q4_1 has this form with 4 bits, Q4_0 with 4 bits and offset = -8 scale, and Q8_0 with 8 bits and no offset.
 
     Attributes:
-        codes: uint8 [out, `width` padded to a multiple of GROUP]. With 4 bits: 0 to 15, centre 0. With 8 bits: 0 to
-            255, centre 128. The padding has no meaning.
+        codes: uint8 [out, `width` padded to a multiple of GROUP]. With 4 bits: 0 to 15, zero point 0. With 8
+            bits: 0 to 255, zero point 128. The padding has no meaning.
         scale: float16 [out, groups].
-        floor: float16 [out, groups]. It may be None with 8 bits.
+        offset: float16 [out, groups]. It may be None with 8 bits.
         bits: 4 or 8.
         width: Number of inputs.
     """
 
     codes: Tensor
     scale: Tensor
-    floor: Tensor | None
+    offset: Tensor | None
     bits: int
     width: int
 
@@ -61,53 +61,53 @@ class Codes:
 
     def __getitem__(self, rows: Tensor | slice) -> Codes:
         """Return these output rows, in this order."""
-        floor = None if self.floor is None else self.floor[rows]
-        return replace(self, codes=self.codes[rows], scale=self.scale[rows], floor=floor)
+        offset = None if self.offset is None else self.offset[rows]
+        return replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
 
     def columns(self, first: int, end: int) -> Codes:
         """Return the columns `first` to `end` - 1, which must be whole groups."""
         groups = slice(first // GROUP, -(-end // GROUP))
-        floor = None if self.floor is None else self.floor[:, groups]
+        offset = None if self.offset is None else self.offset[:, groups]
         codes = self.codes[:, groups.start * GROUP : groups.stop * GROUP]
-        return replace(self, codes=codes, scale=self.scale[:, groups], floor=floor, width=end - first)
+        return replace(self, codes=codes, scale=self.scale[:, groups], offset=offset, width=end - first)
 
     def to(self, device: torch.device) -> Codes:
-        floor = None if self.floor is None else self.floor.to(device)
-        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), floor=floor)
+        offset = None if self.offset is None else self.offset.to(device)
+        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), offset=offset)
 
-    def steps(self, groups: int | slice = slice(None)) -> Tensor:
-        """Return code - centre for these groups, float32 [out, groups, GROUP], or [out, GROUP] for a single group."""
+    def centred_codes(self, groups: int | slice = slice(None)) -> Tensor:
+        """Return code - zero point for these groups, float32 [out, groups, GROUP], or [out, GROUP] for one group."""
         chosen: Tensor = self.codes.unflatten(1, (-1, GROUP))[:, groups]
-        return chosen.float() - CENTRE[self.bits]
+        return chosen.float() - ZERO_POINT[self.bits]
 
     def dequantised(self) -> Tensor:
         """Return the weights [out, in] in float32."""
-        weight = self.steps() * self.scale.float()[..., None]
-        if self.floor is not None:
-            weight += self.floor.float()[..., None]
+        weight = self.centred_codes() * self.scale.float()[..., None]
+        if self.offset is not None:
+            weight += self.offset.float()[..., None]
         return weight.flatten(1)[:, : self.width]
 
-    def raised(self) -> Codes:
+    def to_8_bits(self) -> Codes:
         """Return the same weights, bit for bit, as 8-bit codes."""
         if self.bits == 8:
             return self
-        return replace(self, codes=self.codes + CENTRE[8], bits=8)
+        return replace(self, codes=self.codes + ZERO_POINT[8], bits=8)
 
 
 def stack(parts: Sequence[Codes]) -> Codes:
     """Stack matrices of the same width along the outputs, without rounding.
 
-    If the parts have different numbers of bits, the result has 8 bits. It has a floor if any part has one.
+    If the parts have different numbers of bits, the result has 8 bits. It has a offset if any part has one.
     """
     if len(parts) == 1:
         return parts[0]
     if len({part.bits for part in parts}) > 1:
-        parts = [part.raised() for part in parts]
-    floor = None
-    if any(part.floor is not None for part in parts):
-        floor = torch.cat([torch.zeros_like(part.scale) if part.floor is None else part.floor for part in parts])
+        parts = [part.to_8_bits() for part in parts]
+    offset = None
+    if any(part.offset is not None for part in parts):
+        offset = torch.cat([torch.zeros_like(part.scale) if part.offset is None else part.offset for part in parts])
     codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
-    return Codes(codes, scale, floor, parts[0].bits, parts[0].width)
+    return Codes(codes, scale, offset, parts[0].bits, parts[0].width)
 
 
 def check_precision(precision: str, name: str = "quantize") -> None:
@@ -119,9 +119,9 @@ def check_precision(precision: str, name: str = "quantize") -> None:
 def quantize(weight: Tensor, bits: int) -> Codes:
     """Quantise a matrix to the nearest codes.
 
-    With 8 bits, the largest magnitude of a group becomes 127 steps, and there is no floor. With 4 bits, the codes span
-    about the range from the group's smallest to its largest weight. Scale and floor are rounded to float16 before the
-    codes are chosen.
+    With 8 bits, the largest magnitude of a group becomes 127 times the scale, and there is no offset. With 4 bits, the
+    codes span about the range from the group's smallest to its largest weight. Scale and offset are rounded to float16
+    before the codes are chosen.
 
     Args:
         weight: [out, in], any float dtype.
@@ -136,17 +136,19 @@ def _quantize(weight: Tensor, bits: int) -> Codes:
     # Pad with copies of the last column, so that the padding does not change a group's range.
     filled = torch.cat([weight, weight[:, -1:].expand(-1, -width % GROUP)], 1).float()
     groups = filled.unflatten(1, (-1, GROUP))
-    codes, scale, floor = _four_bits(groups) if bits == 4 else _eight_bits(groups)
-    return Codes(codes.to(torch.uint8).flatten(1), scale[..., 0], None if floor is None else floor[..., 0], bits, width)
+    codes, scale, offset = _four_bits(groups) if bits == 4 else _eight_bits(groups)
+    return Codes(
+        codes.to(torch.uint8).flatten(1), scale[..., 0], None if offset is None else offset[..., 0], bits, width
+    )
 
 
 Fit = tuple[Tensor, Tensor, Tensor | None]
-"""The codes as floats [out, groups, GROUP], and the scale and the floor as float16 [out, groups, 1]."""
+"""The codes as floats [out, groups, GROUP], and the scale and the offset as float16 [out, groups, 1]."""
 
 
 def _eight_bits(groups: Tensor) -> Fit:
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
-    return _nearest(groups, scale, -127, 127) + CENTRE[8], scale, None
+    return _nearest(groups, scale, -127, 127) + ZERO_POINT[8], scale, None
 
 
 _FITS = 4
@@ -158,21 +160,21 @@ def _four_bits(groups: Tensor) -> Fit:
     """Start with codes that span the smallest to the largest weight. Then alternate between fitting a line to the codes
     and choosing the nearest codes."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale, floor = (high - low) / 15, low
+    scale, offset = (high - low) / 15, low
     for _ in range(_FITS):
-        scale, floor = _line(_nearest(groups - floor, scale, 0, 15), groups)
-    scale, floor = scale.half(), floor.half()
-    return _nearest(groups - floor, scale, 0, 15), scale, floor
+        scale, offset = _line(_nearest(groups - offset, scale, 0, 15), groups)
+    scale, offset = scale.half(), offset.half()
+    return _nearest(groups - offset, scale, 0, 15), scale, offset
 
 
 def _nearest(values: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
-    """Round values to whole steps of `scale` within the bounds. Where the scale is 0, the result is 0."""
-    step = scale.float()
-    return (values / step.masked_fill(step == 0, torch.inf)).round_().clamp_(least, most)
+    """Divide values by `scale`, and round to integers within the bounds. Where the scale is 0, the result is 0."""
+    divisor = scale.float()
+    return (values / divisor.masked_fill(divisor == 0, torch.inf)).round_().clamp_(least, most)
 
 
 def _line(codes: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and floor with the least squared error for these codes."""
+    """Return the scale and offset with the least squared error for these codes."""
     middle, mean = codes.mean(-1, keepdim=True), groups.mean(-1, keepdim=True)
     off = codes - middle
     scale = (off * groups).sum(-1, keepdim=True) / off.square().sum(-1, keepdim=True).clamp_(min=1e-9)
@@ -185,20 +187,20 @@ class Rounded(NamedTuple):
     Every row has its own scales. If a tensor had a single scale, a drafted row would change all other rows.
 
     Attributes:
-        steps: Whole numbers from -127 to 127, float32 [..., groups, GROUP].
+        codes: Whole numbers from -127 to 127, float32 [..., groups, GROUP].
         scale: float32 [..., groups].
     """
 
-    steps: Tensor
+    codes: Tensor
     scale: Tensor
 
     def values(self, width: int) -> Tensor:
         """Return the rounded activations, float32 [..., width]."""
-        return (self.steps * self.scale[..., None]).flatten(-2)[..., :width]
+        return (self.codes * self.scale[..., None]).flatten(-2)[..., :width]
 
 
 def round_activations(x: Tensor) -> Rounded:
-    """Round rows to 8 bits: the largest magnitude of each group becomes 127 steps, and ties round to even.
+    """Round rows to 8 bits: the largest magnitude of each group becomes 127 times its scale, and ties round to even.
 
     Groups of zeros stay zero. A non-finite value makes the scale of its group non-finite.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 """Float types -> ggml's type numbers."""
 
-Form = int | torch.dtype
-"""Target format of a matrix: codes of 4 or 8 bits, or a float type."""
+Format = int | torch.dtype
+"""Format of a matrix: codes of 4 or 8 bits, or a float type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,20 +33,20 @@ class Stored:
         types: ggml type number of each row, int32 [out].
         kinds: The ggml type numbers that `types` may contain.
         width: Number of inputs.
-        held: The tensors that the addresses point into.
-        mapped: True if `held` are pages of a memory-mapped file, which the system can read again.
-        form: Format to which rows of floats are converted. None keeps them as they are.
-        fewer: True if codes that have more bits than `form` are converted too.
+        tensors: The tensors that the addresses point into.
+        mapped: True if `tensors` are pages of a memory-mapped file, which the system can read again.
+        target: Format to which rows of floats are converted. None keeps them as they are.
+        requantises: True if codes that have more bits than `target` are converted too.
     """
 
     rows: Any
     types: Any
     kinds: tuple[int, ...]
     width: int
-    held: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     mapped: bool = False
-    form: Form | None = None
-    fewer: bool = False
+    target: Format | None = None
+    requantises: bool = False
 
     @classmethod
     def of(cls, data: Tensor, kind: int, width: int, mapped: bool = False) -> Stored:
@@ -70,25 +70,25 @@ class Stored:
         return cls(rows, np.full(len(data), kind, np.int32), (kind,), width, (data,), mapped)
 
     @classmethod
-    def floats(cls, weight: Tensor, form: Form | None, mapped: bool = False) -> Stored:
+    def floats(cls, weight: Tensor, target: Format | None, mapped: bool = False) -> Stored:
         """Describe a matrix [out, in] of one of the float types in `FLOATS`."""
         data = weight.detach().contiguous().view(torch.uint8)
-        return replace(cls.of(data, FLOATS[weight.dtype], weight.shape[1], mapped), form=form)
+        return replace(cls.of(data, FLOATS[weight.dtype], weight.shape[1], mapped), target=target)
 
     @classmethod
     def stack(cls, parts: Sequence[Stored]) -> Stored:
         """Stack matrices of the same width along the outputs, whatever their types.
 
-        If the parts differ in `form`, all floats are converted to 8 bits.
+        If the parts differ in `target`, all floats are converted to 8 bits.
         """
         if len(parts) == 1:
             return parts[0]
         rows, types = (np.concatenate(x) for x in zip(*((part.rows, part.types) for part in parts), strict=True))
         kinds = tuple({kind for part in parts for kind in part.kinds})
-        held = tuple(data for part in parts for data in part.held)
-        form = parts[0].form if len({part.form for part in parts}) == 1 else 8
-        fewer = all(part.fewer for part in parts)
-        return cls(rows, types, kinds, parts[0].width, held, all(part.mapped for part in parts), form, fewer)
+        tensors = tuple(data for part in parts for data in part.tensors)
+        target = parts[0].target if len({part.target for part in parts}) == 1 else 8
+        requantises = all(part.requantises for part in parts)
+        return cls(rows, types, kinds, parts[0].width, tensors, all(part.mapped for part in parts), target, requantises)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,12 +106,12 @@ class Stored:
     def columns(self, first: int, end: int) -> Stored:
         """Return the columns `first` to `end` - 1 of a matrix with a single type. Both numbers must be block boundaries
         of that type."""
-        size = self.held[0].shape[1]
+        size = self.tensors[0].shape[1]
         return replace(self, rows=self.rows + first * size // self.width, width=end - first)
 
     def release(self) -> None:
         """Release memory-mapped pages. The system reads them again when they are needed."""
-        for data in self.held if self.mapped else ():
+        for data in self.tensors if self.mapped else ():
             _release(data.data_ptr(), data.nbytes)
 
 

@@ -18,9 +18,9 @@ About 10 us of spinning cost nothing (docs/notes/kernels.md#idle-threads).
 TRAINING: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """Variables for processes that also train.
 
-oneDNN caches prepared products for the last 1024 shapes of each kind, at a few MB each. Batches hardly ever have the
-same shape, so the cache grew to 5 GB in half an hour. Preparing a product again costs little compared with computing
-it.
+oneDNN caches prepared matrix multiplications for the last 1024 shapes of each kind, at a few MB each. Batches hardly
+ever have the same shape, so the cache grew to 5 GB in half an hour. Preparing a matrix multiplication again costs
+little compared with computing it.
 """
 
 

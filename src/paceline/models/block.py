@@ -5,7 +5,8 @@ vLLM `qwen3_dflash.py`; SpecForge `dflash_family_model.py`):
 
 - **Context.** The hidden states of a token at all taps are concatenated in the config's order and pass through `fc` and
   `hidden_norm`. Every layer computes the token's key (`k_proj`, `k_norm`, rotary) and value (`v_proj`) from this one
-  vector, without `input_layernorm`. The keys and values of all layers can therefore be computed in one product.
+  vector, without `input_layernorm`. One matrix multiplication therefore computes the keys and values of all
+  layers.
 - **Block.** The first entry is the pending token, whose hidden states are not known yet. The other entries are mask
   tokens, embedded by the target. Entry j is at the pending token's position + j, and predicts the token at its own
   position, or at the next position if `from_anchor` is set. The network always receives a whole block, as in training.
@@ -70,13 +71,13 @@ class BlockNetwork:
         self._fused_norm = make_norm(c, weights, "hidden_norm", c.hidden)
         names = [f"layers.{i}." for i in range(c.layers)]
         parts = {f"{name}self_attn.{x}_proj": c.kv_heads * c.head_dim for name in names for x in "kv"}
-        # A single product computes the context's keys and values for all layers.
+        # A single linear layer computes the context's keys and values for all layers.
         self._keys_values = weights.linear(parts, c.hidden)
         layers = [make_layer(c, layer, weights, name) for layer, name in zip(c.plan, names, strict=True)]
         if config.conv:
             layers = [_convolved(config, layer, weights, name) for layer, name in zip(layers, names, strict=True)]
-        self._head_norms = [layer.attention.norm for layer in layers if isinstance(layer.attention, Attention)]
-        self._stack = LayerStack(c, layers, host, [not late for late in config.causal or (False,) * c.layers])
+        self._head_norms = [layer.mixer.norm for layer in layers if isinstance(layer.mixer, Attention)]
+        self._stack = LayerStack(c, layers, host, [not causal for causal in config.causal or (False,) * c.layers])
         self._norm = make_norm(c, weights, "norm", c.hidden)
         self.subset, self.logits = output_head(weights, host, config.draft_vocab or host.vocab_size, c.hidden)
         """The token ids of the logits' columns (None for the target's whole vocabulary), and a function that maps the
@@ -197,14 +198,14 @@ class _Markov:
         self._after = linear(weights.head("markov_head.markov_w2.weight", (rows, rank))).precise
         self._wide = config.confidence > config.layer.hidden
         name = "confidence_head.proj."
-        self._sure = weights.get(name + "weight", (1, config.confidence))[0] if config.confidence else None
-        self._bias = weights.get(name + "bias", (1,)) if name + "bias" in weights else 0.0
+        self._confidence_weight = weights.get(name + "weight", (1, config.confidence))[0] if config.confidence else None
+        self._confidence_bias = weights.get(name + "bias", (1,)) if name + "bias" in weights else 0.0
 
     def __call__(self, tokens: Tensor, state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         before = self._before[tokens]
         logits = logits + self._after(before)
-        if self._sure is None:
+        if self._confidence_weight is None:
             return logits, None
         states = state.expand(len(tokens), -1)
         known = torch.cat([states, before], -1) if self._wide else states
-        return logits, (known @ self._sure + self._bias).float().sigmoid()
+        return logits, (known @ self._confidence_weight + self._confidence_bias).float().sigmoid()

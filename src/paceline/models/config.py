@@ -245,7 +245,7 @@ class NormConfig:
         shared: True if attention and the feed-forward block share one input norm.
         heads: Form of QK-norm: "shared" has one weight for all heads, "own" has a weight for each head, and "joint"
             norms across all heads. None for no QK-norm.
-        rotated_first: True if QK-norm is applied after the rotary embedding.
+        qk_norm_after_rope: True if QK-norm is applied after the rotary embedding.
         values: True if value heads are normed, without a weight.
     """
 
@@ -256,7 +256,7 @@ class NormConfig:
     after: bool = False
     shared: bool = False
     heads: Literal["shared", "own", "joint"] | None = None
-    rotated_first: bool = False
+    qk_norm_after_rope: bool = False
     values: bool = False
 
 
@@ -306,7 +306,7 @@ class ModelConfig:
     token_inputs: int = 0
 
     @property
-    def mixed(self) -> int:
+    def attention_width(self) -> int:
         """Width of the output of attention, before the output projection."""
         latent = self.attention.latent
         return self.heads * (latent.value if latent else self.head_dim)

@@ -15,9 +15,9 @@ from paceline.protocols import Pass
 class BlockConvolution:
     """Two depthwise convolutions along a drafted block: one before attention or the MLP of a layer, and one after it.
 
-    The kernels of a row are `base_kernel` [2, taps, H] plus a product of the normed row that enters the first
-    convolution. The product has one element per side, tap and group, in that order of `kernel_projection`'s rows, and
-    all channels of a group share it. The block is padded with zeros at its start.
+    The kernels of a row are `base_kernel` [2, taps, H] plus a projection of the normed row that enters the first
+    convolution. The projection has one element per side, tap and group, in that order of `kernel_projection`'s rows,
+    and all channels of a group share it. The block is padded with zeros at its start.
     """
 
     def __init__(self, weights: Weights, prefix: str, hidden: int, taps: int, group: int) -> None:
@@ -34,13 +34,13 @@ class BlockConvolution:
             CorruptModel: If a tensor is missing or has the wrong shape.
         """
         self._base = weights.get(prefix + "base_kernel", (2, taps, hidden))
-        self._product = weights.linear({prefix + "kernel_projection": 2 * taps * (hidden // group)}, hidden)
+        self._projection = weights.linear({prefix + "kernel_projection": 2 * taps * (hidden // group)}, hidden)
         self._shape, self._group = (2, taps, hidden // group), group
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve blocks [B, size, H]. Return the input of attention or the MLP, and the input-dependent parts of the
         kernels, which `after` needs."""
-        added = self._product(x).unflatten(-1, self._shape)
+        added = self._projection(x).unflatten(-1, self._shape)
         return self._convolve(x, added, 0), added
 
     def after(self, x: Tensor, added: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class ConvolvedLayer(Layer):
     of x must hold a whole drafted block."""
 
     def __init__(self, layer: Layer, attention: BlockConvolution, mlp: BlockConvolution) -> None:
-        super().__init__(layer.attn_norm, layer.attention, layer.out, layer.mlp_norm, None)
+        super().__init__(layer.mixer_norm, layer.mixer, layer.out, layer.mlp_norm, None)
         self.mlp = layer.mlp
         self._around_attention, self._around_mlp = attention, mlp
 
@@ -70,10 +70,10 @@ class ConvolvedLayer(Layer):
         layer: int,
         rope: Rope,
         view: Pass,
-        entry: Tensor | None = None,
-        given: Tensor | None = None,
+        mixer_input: Tensor | None = None,
+        token_embeddings: Tensor | None = None,
     ) -> Tensor:
-        """See `Layer`. These layers have neither `post` norms nor per-layer embeddings."""
+        """See `Layer`. These layers have neither `post_norms` nor per-layer embeddings."""
         assert self.mlp_norm
         norm, mixer, out, mlp = self._parts()
         seen, added = self._around_attention.before(norm(x))

@@ -14,12 +14,12 @@ from torch import Tensor
 from paceline.cache.attention import LayerAttention, SlabPlan
 from paceline.cache.state import StatePass
 from paceline.errors import OutOfMemory
-from paceline.kernels.cpu.attention import CHeads, CView, KernelView, whole
+from paceline.kernels.cpu.attention import CHeads, CView, KernelView, padded_size
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear, fields
 from paceline.kernels.linear import Linear
-from paceline.kernels.low_rank import Adapted, NativeChanges, base_of
-from paceline.models.cpu_states import CDeltaNet, CStretch, KernelStates, delta_net, gates_of
+from paceline.kernels.low_rank import Adapted, NativeAdapters, without_adapters
+from paceline.models.cpu_states import CDeltaNet, CStretch, KernelStates, delta_net, native_gates
 from paceline.models.layers import Attention, Dense, Layer, Mixture, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
@@ -28,44 +28,54 @@ from paceline.models.rope import Rope
 
 
 class _Expert(Structure):
+    """The structure `Expert` in layer.h."""
+
     _fields_ = fields((CMatrix, "gate_up down"))
 
 
 class _Routing(Structure):
+    """The structure `Routing` in experts.h."""
+
     _fields_ = fields(
-        (c_int32, "routed used normalised sigmoid groups groups_used group_best shared"), (c_void_p, "bias scales")
+        (c_int32, "routed top_k normalised sigmoid groups groups_used group_best shared"), (c_void_p, "bias scales")
     )
 
 
 class _CLayer(Structure):
+    """The structure `Layer` in layer.h."""
+
     _fields_ = fields(
         (CMatrix, "qkv out router token_gate token_out"),
         (POINTER(_Expert), "experts"),
         (_Routing, "routing"),
-        (c_void_p, "before_mix after_mix before_mlp after_mlp after_token query_norm key_norm value_norm"),
+        (c_void_p, "mixer_norm mixer_post_norm mlp_norm mlp_post_norm token_post_norm query_norm key_norm value_norm"),
         (c_float, "eps residual_scale scale"),
-        (c_int32, "hidden ffn activation head_dim token_first keys values view index rotation"),
+        (c_int32, "hidden ffn activation head_dim token_offset key_heads value_heads view index rotation"),
         (CHeads, "heads"),
-        (c_void_p, "on_qkv on_out on_gate_up on_down on_token_gate on_token_out"),
-        (c_int32, "gated"),
+        (c_void_p, "qkv_adapters out_adapters gate_up_adapters down_adapters token_gate_adapters token_out_adapters"),
+        (c_int32, "gated_attention"),
         (POINTER(CDeltaNet), "delta"),
-        (CMatrix, "shared_weight"),
+        (CMatrix, "shared_gate"),
     )
 
 
 class _Rotation(Structure):
+    """The structure `Rotation` in attention.h."""
+
     _fields_ = fields((c_void_p, "cosines signed_sines"), (c_int32, "rotated"))
 
 
 class _CPass(Structure):
+    """The structure `Pass` in layer.h."""
+
     _fields_ = fields(
-        (c_int32, "slots rows room threads"),
+        (c_int32, "slots rows tensor_rows threads"),
         (c_void_p, "indices"),
         (POINTER(CView), "views"),
         (POINTER(_Rotation), "rotations"),
         (c_void_p, "adapters"),
-        (c_int32, "rank token_width"),
-        (c_void_p, "tokens reduce ranks stretches"),
+        (c_int32, "max_rank token_width"),
+        (c_void_p, "tokens reduce reduce_context stretches"),
         (c_int32, "stretch_count"),
     )
 
@@ -92,17 +102,19 @@ class NativeLayers:
             ranks: See `stack.LayerStack`.
             offset: Index, in the model, of the first of these layers.
         """
-        mixers = [layer.attention for layer in layers]
+        mixers = [layer.mixer for layer in layers]
         self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)}
-        self._offset, self._nets = offset, list[CDeltaNet]()
-        self._held: list[Tensor] = []
-        """The tensors that the structures point to. They are kept alive here."""
-        self._changes: list[NativeChanges] = []
+        """Index of each recurrent layer -> its sizes."""
+        self._offset = offset
+        # The structures of the layers point to these objects.
+        self._delta_nets = list[CDeltaNet]()
+        self._tensors: list[Tensor] = []
+        self._adapters: list[NativeAdapters] = []
         self._layers = layers
-        self._sums = None if ranks is None else _Sums(ranks)
+        self._all_reduce = None if ranks is None else _AllReduce(ranks)
         each = zip(layers, attentions, places, rope_of, strict=True)
-        table = [self._structure(number, *own) for number, own in enumerate(each)]
-        self._table = (_CLayer * len(table))(*table)
+        structures = [self._structure(number, *arguments) for number, arguments in enumerate(each)]
+        self._structures = (_CLayer * len(structures))(*structures)
         self._run = kernel(
             *("paceline_layers", c_void_p, c_int32, POINTER(_CPass), c_int32, c_void_p, c_void_p, c_int32),
             *(c_void_p, c_int32, c_void_p),
@@ -115,9 +127,9 @@ class NativeLayers:
         end: int,
         ropes: Sequence[Rope],
         plans: Sequence[Sequence[SlabPlan]],
-        entry: Tensor | None,
+        mixer_input: Tensor | None,
         taps: Sequence[int],
-        given: Tensor | None = None,
+        token_embeddings: Tensor | None = None,
         adapters: Sequence[int] = (),
         view: StatePass | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -127,27 +139,28 @@ class NativeLayers:
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
         if first < end:
-            rank = max((changes.rank for changes in self._changes), default=0)
-            passed = _KernelPass(plans, ropes, adapters if rank else (), rank)
-            if given is not None:
-                given = given.to(x.dtype).contiguous()
-                passed.c.tokens, passed.c.token_width = given.data_ptr(), given.shape[2:].numel()
-            if self._sums:
-                passed.c.reduce, passed.c.ranks = self._sums.function()
+            rank = max((own.rank for own in self._adapters), default=0)
+            kernel_pass = _KernelPass(plans, ropes, adapters if rank else (), rank)
+            c = kernel_pass.c
+            if token_embeddings is not None:
+                token_embeddings = token_embeddings.to(x.dtype).contiguous()
+                c.tokens, c.token_width = token_embeddings.data_ptr(), token_embeddings.shape[2:].numel()
+            if self._all_reduce:
+                c.reduce, c.reduce_context = self._all_reduce.c_function()
             if view and self._recurrent:
-                configs = {self._offset + i: c for i, c in self._recurrent.items() if first <= i < end}
-                passed.take(KernelStates(view, configs), self._recurrent_before(first))
-            entry = None if entry is None else entry.contiguous()
+                configs = {self._offset + i: sizes for i, sizes in self._recurrent.items() if first <= i < end}
+                kernel_pass.add_states(KernelStates(view, configs), self._recurrent_before(first))
+            mixer_input = None if mixer_input is None else mixer_input.contiguous()
             failed = self._run(
-                *(ctypes.addressof(self._table) + first * ctypes.sizeof(_CLayer), end - first),
-                *(byref(passed.c), FLOAT_KINDS[x.dtype], x.data_ptr()),
-                *((None, 0) if entry is None else (entry.data_ptr(), entry.shape[-1])),
+                *(ctypes.addressof(self._structures) + first * ctypes.sizeof(_CLayer), end - first),
+                *(byref(c), FLOAT_KINDS[x.dtype], x.data_ptr()),
+                *((None, 0) if mixer_input is None else (mixer_input.data_ptr(), mixer_input.shape[-1])),
                 *((c_int32 * len(inner))(*(tap - first for tap in inner)), len(inner), states.data_ptr()),
             )
-            if failed == 2 and self._sums:
-                raise self._sums.error or lost("within a pass")
+            if failed == 2 and self._all_reduce:
+                raise self._all_reduce.error or lost("within a pass")
             if failed:
-                raise OutOfMemory(f"not enough memory for a pass of {passed.c.rows} rows", SMALLER)
+                raise OutOfMemory(f"not enough memory for a pass of {c.rows} rows", SMALLER)
         return x, dict(zip(inner, states, strict=True)) | ({first: entering} if first in taps else {})
 
     def _recurrent_before(self, number: int) -> int:
@@ -158,93 +171,99 @@ class NativeLayers:
         self, number: int, layer: Layer, spec: LayerAttention | None, place: tuple[int, int], rope: int
     ) -> _CLayer:
         """Return the structure of a layer. `place`: See `slab_indices`."""
-        parts = _parts(layer)
+        parts = _native_parts(layer)
         assert parts
-        mix, gated, last = parts.mix, parts.experts[0][0], layer.mlp_norm or (layer.post and layer.post[1])
-        assert last
-        given, (size, keys, values, heads) = layer.token_input, self._heads(parts, spec)
+        mixer, gated = parts.mixer, parts.networks[0].gated
+        norm = layer.mlp_norm or (layer.post_norms and layer.post_norms[1])
+        assert norm
+        head_dim, keys, values, heads = self._heads(parts, spec)
         if spec is None:
             place = 0, self._recurrent_before(number)
-        experts = [_Expert(both.matrix.c, down.matrix.c) for _, both, down in parts.experts]
-        of_given = [product.matrix.c for product in parts.given] or [CMatrix(), CMatrix()]
-        products = [_first(mix), layer.out]
-        products += [gated.both, layer.mlp.down] if isinstance(layer.mlp, Dense) else [None, None]
-        products += [given.gate, given.out] if given else [None, None]
+        experts = [_Expert(one.gate_up.matrix.c, one.down.matrix.c) for one in parts.networks]
+        token_gate = _matrix(parts.token_gate)
         return _CLayer(
-            *(parts.qkv.matrix.c, parts.out.matrix.c, parts.router.matrix.c if parts.router else CMatrix()),
-            *(*of_given, (_Expert * len(experts))(*experts), self._routing(parts)),
-            *map(self._pointer, _norms(layer, mix)),
-            *(last.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
-            *(parts.out.matrix.shape[0], gated.out, GATES[gated.activation], size),
-            *(number * of_given[0].out, keys, values, *place, rope),
-            *(heads, *map(self._changed, products), isinstance(mix, Attention) and mix.gated),
-            *(self._net(mix), parts.share.matrix.c if parts.share else CMatrix()),
+            *(parts.qkv.matrix.c, parts.out.matrix.c, _matrix(parts.router), token_gate, _matrix(parts.token_out)),
+            *((_Expert * len(experts))(*experts), self._routing(parts)),
+            *map(self._pointer, _norms(layer, mixer)),
+            *(norm.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
+            *(parts.out.matrix.shape[0], gated.out, GATES[gated.activation], head_dim),
+            *(number * token_gate.out, keys, values, *place, rope),
+            *(heads, *map(self._adapters_of, _adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
+            *(self._delta_net(mixer), _matrix(parts.shared_gate)),
         )
 
-    def _heads(self, parts: _Parts, spec: LayerAttention | None) -> tuple[int, int, int, CHeads]:
-        """Return the size of a head, the numbers of key heads and value heads in the product, and the structure of the
-        heads."""
-        mix = parts.mix
-        if isinstance(mix, DeltaNet):
-            size = mix.config.value_dim
-            return size, 0, 0, CHeads(mix.config.heads, 0, whole(size))
+    def _heads(self, parts: _NativeParts, spec: LayerAttention | None) -> tuple[int, int, int, CHeads]:
+        """Return the size of a head, the numbers of key heads and value heads that `qkv` outputs, and the structure of
+        the heads."""
+        mixer = parts.mixer
+        if isinstance(mixer, DeltaNet):
+            size = mixer.config.value_dim
+            return size, 0, 0, CHeads(mixer.config.heads, 0, padded_size(size))
         assert spec
-        size, keys = mix.head_dim, mix.split[1]
-        values = parts.qkv.matrix.shape[0] // size - mix.split[0] - mix.gated * mix.heads
-        kv = spec.heads[0] if spec.heads else keys
-        sinks = self._pointer(spec.sinks)
-        return size, keys, values, CHeads(mix.heads, kv, whole(size), spec.scale, spec.softcap or 0.0, sinks)
+        size, keys = mixer.head_dim, mixer.kv_heads
+        values = parts.qkv.matrix.shape[0] // size - mixer.qk_heads - mixer.gated * mixer.heads
+        kv_heads = spec.heads[0] if spec.heads else keys
+        scale, softcap, sinks = spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
+        return size, keys, values, CHeads(mixer.heads, kv_heads, padded_size(size), scale, softcap, sinks)
 
-    def _net(self, mix: Attention | DeltaNet) -> ctypes._Pointer[CDeltaNet] | None:
-        if isinstance(mix, Attention):
+    def _delta_net(self, mixer: Attention | DeltaNet) -> ctypes._Pointer[CDeltaNet] | None:
+        """Return a pointer to the structure of a recurrent mixer, or None for attention."""
+        if isinstance(mixer, Attention):
             return None
-        self._nets.append(delta_net(mix, self._pointer))
-        return ctypes.pointer(self._nets[-1])
+        self._delta_nets.append(delta_net(mixer, self._pointer))
+        return ctypes.pointer(self._delta_nets[-1])
 
-    def _routing(self, parts: _Parts) -> _Routing:
-        mixture, groups = parts.mixture, parts.mixture and parts.mixture.groups
-        if mixture is None:
+    def _routing(self, parts: _NativeParts) -> _Routing:
+        moe = parts.moe
+        if moe is None:
             return _Routing(1, 1)
-        routed = len(mixture.experts)
+        routed, groups = len(moe.experts), moe.groups
         return _Routing(
-            *(routed, mixture.used, mixture.normalised, mixture.sigmoid),
+            *(routed, moe.used, moe.normalised, moe.sigmoid),
             *((groups.count, groups.used, groups.best) if groups else (0, 0, 0)),
-            *(len(parts.experts) - routed, self._pointer(mixture.bias), self._pointer(mixture.scales)),
+            *(len(parts.networks) - routed, self._pointer(moe.bias), self._pointer(moe.scales)),
         )
 
-    def _changed(self, product: object) -> int | None:
-        if not isinstance(product, Adapted):
+    def _adapters_of(self, layer: object) -> int | None:
+        """Return the address of a linear layer's LoRA factors, or None if no adapter changes it."""
+        if not isinstance(layer, Adapted):
             return None
-        self._changes.append(NativeChanges(product))
-        return ctypes.addressof(self._changes[-1].c)
+        self._adapters.append(NativeAdapters(layer))
+        return ctypes.addressof(self._adapters[-1].c)
 
     def _pointer(self, vector: Tensor | None) -> int | None:
+        """Return the address of a copy of a vector, in float32 and padded to whole lanes, or None for None."""
         if vector is None:
             return None
-        self._held.append(F.pad(vector.float(), (0, -len(vector) % LANES)).contiguous())
-        return self._held[-1].data_ptr()
+        self._tensors.append(F.pad(vector.float(), (0, -len(vector) % LANES)).contiguous())
+        return self._tensors[-1].data_ptr()
 
 
-class _Sums:
-    """The all-reduce within a pass, as a function that the kernels call. If a sum that ran in Python fails, `error` is
-    its exception."""
+class _AllReduce:
+    """The all-reduce of tensor parallelism, as a C function that the kernels call within a pass.
+
+    With shared memory, it is a function of the kernels. Otherwise, it is a callback into Python. `error` is the
+    exception that the callback caught, or None.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._reduce = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int64)(self._add)
+        self._callback = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_int64)(self._sum)
         self.error: Exception | None = None
 
-    def function(self) -> tuple[int | None, int | None]:
-        """Return the addresses of the function and of its first argument."""
-        if (exchange := self._ranks.exchange) is None:
-            return ctypes.cast(self._reduce, c_void_p).value, None
-        add = kernel("paceline_sum", c_void_p, c_void_p, c_int64)
-        return ctypes.cast(add, c_void_p).value, ctypes.addressof(exchange)
+    def c_function(self) -> tuple[int | None, int | None]:
+        """Return the addresses of the C function and of its context, which the kernels pass as the first argument
+        (`Pass::reduce` and `Pass::reduce_context` in layer.h)."""
+        if (memory := self._ranks.shared_memory) is None:
+            return ctypes.cast(self._callback, c_void_p).value, None
+        function = kernel("paceline_sum", c_void_p, c_void_p, c_int64)
+        return ctypes.cast(function, c_void_p).value, ctypes.addressof(memory)
 
-    def _add(self, ranks: int, address: int, count: int) -> int:
+    def _sum(self, _context: int | None, address: int, count: int) -> int:
+        """Sum `count` floats at `address` over all ranks, in place. Return 1 if this fails."""
         try:
-            part = torch.frombuffer((c_float * count).from_address(address), dtype=torch.float32)
-            part.copy_(self._ranks.sum(part))
+            numbers = torch.frombuffer((c_float * count).from_address(address), dtype=torch.float32)
+            numbers.copy_(self._ranks.sum(numbers))
             return 0
         except Exception as error:
             self.error = error
@@ -252,98 +271,145 @@ class _Sums:
 
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Return True if `NativeLayers` can run these layers. All of their products must be native, and at least one layer
-    must have attention, because the plans for attention contain the rows of a pass."""
-    attends = any(isinstance(layer.attention, Attention) for layer in layers)
-    return dtype in FLOAT_KINDS and attends and all(map(_parts, layers)) and library() is not None
+    """Return True if `NativeLayers` can run these layers.
+
+    The CPU kernels must support every part of every layer. At least one layer must have attention, because
+    `NativeLayers` reads the rows of a pass from the plans of the KV cache.
+    """
+    attends = any(isinstance(layer.mixer, Attention) for layer in layers)
+    return dtype in FLOAT_KINDS and attends and all(map(_native_parts, layers)) and library() is not None
 
 
-class _Parts(NamedTuple):
-    """The products of a layer, without adapters.
+class _Network(NamedTuple):
+    """A feed-forward network, or an expert.
 
-    `experts` contains, for each feed-forward network, the gate and up projections, their product, and the down
-    projection. A dense layer has a single network. A shared expert comes last. `given` contains the products for the
-    token embeddings: gate and output. `router` belongs to `mixture`, and `share` computes the weight of its shared
-    expert.
+    Attributes:
+        gated: The gate and up projections with their activation.
+        gate_up: The linear layer of `gated`, which computes both projections.
+        down: The down projection.
     """
 
-    mix: Attention | DeltaNet
+    gated: NativeGated
+    gate_up: NativeLinear
+    down: NativeLinear
+
+
+class _NativeParts(NamedTuple):
+    """The parts of a decoder layer that the kernels run. LoRA adapters are stripped from all linear layers.
+
+    Attributes:
+        mixer: The token mixer.
+        qkv: First projection of the mixer.
+        out: Output projection of the mixer.
+        networks: The feed-forward network, or all experts. A shared expert comes last.
+        moe: The mixture of experts. None in a dense layer.
+        router: The router of `moe`.
+        shared_gate: Computes the weight of the shared expert. None if the weight is 1.
+        token_gate: Gate projection of the per-layer token embeddings. None if the layer adds none.
+        token_out: Output projection of the per-layer token embeddings.
+    """
+
+    mixer: Attention | DeltaNet
     qkv: NativeLinear
     out: NativeLinear
-    experts: list[tuple[NativeGated, NativeLinear, NativeLinear]]
-    given: list[NativeLinear]
+    networks: list[_Network]
+    moe: Mixture | None
     router: NativeLinear | None
-    mixture: Mixture | None
-    share: NativeLinear | None
+    shared_gate: NativeLinear | None
+    token_gate: NativeLinear | None
+    token_out: NativeLinear | None
 
 
-def _parts(layer: Layer) -> _Parts | None:
-    """Return the products of a layer, or None if the kernels cannot run the layer."""
-    mix, mlp, found = layer.attention, layer.mlp, _networks(layer.mlp)
-    if isinstance(mix, Attention):
-        if mix.tempered or mix.rotated_first or isinstance(mix.norm, WideNorm):
+def _native_parts(layer: Layer) -> _NativeParts | None:
+    """Return the parts of a layer, or None if the kernels cannot run the layer."""
+    mixer, mlp, token, found = layer.mixer, layer.mlp, layer.token_input, _networks(layer.mlp)
+    if isinstance(mixer, Attention):
+        if mixer.rope_scales_queries or mixer.qk_norm_after_rope or isinstance(mixer.norm, WideNorm):
             return None
-    elif not isinstance(mix, DeltaNet) or gates_of(mix) is None:
+    elif not isinstance(mixer, DeltaNet) or native_gates(mixer) is None:
         return None
-    if type(layer) is not Layer or isinstance(layer.attn_norm, LayerNorm):
+    if type(layer) is not Layer or isinstance(layer.mixer_norm, LayerNorm):
         return None
     if found is None:
         return None
-    (mixture, dense), token = found, layer.token_input
-    products = _native(_first(mix), layer.out, *((token.gate, token.out) if token else ()))
-    share = mlp.share if isinstance(mlp, SharedMixture) else None
-    scores = _native(*([mixture.router] if mixture else []), *([share] if share else []))
-    if products is None or scores is None or len({score.matrix.kinds for score in scores}) > 1:
+    moe, dense = found
+    linears = _native(_first_projection(mixer), layer.out, *((token.gate, token.out) if token else ()))
+    gate = mlp.shared_gate if isinstance(mlp, SharedMixture) else None
+    routers = _native(*([moe.router] if moe else []), *([gate] if gate else []))
+    if linears is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
         return None
-    router, weight = [*scores, None, None][:2]
-    experts = []
+    networks = _native_networks(dense, moe is not None)
+    if networks is None:
+        return None
+    qkv, out, *token_linears = linears
+    token_gate, token_out = token_linears or (None, None)
+    router, shared_gate = [*routers, None, None][:2]
+    return _NativeParts(mixer, qkv, out, networks, moe, router, shared_gate, token_gate, token_out)
+
+
+def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_Network] | None:
+    """Return the networks of a layer, or None if the kernels cannot run them.
+
+    The kernels require that all experts have the same type and shape, and do not apply adapters to experts.
+    """
+    networks = []
     for one in dense:
-        if not isinstance(one.gate_up, NativeGated) or not (pair := _native(one.gate_up.both, one.down)):
+        gated = one.gate_up
+        if not isinstance(gated, NativeGated) or not (pair := _native(gated.linear, one.down)):
             return None
-        experts.append((one.gate_up, pair[0], pair[1]))
-    # The kernels require that all experts have the same type and shape, and do not apply adapters within a mixture.
-    shapes = {(x.matrix.c.kind, y.matrix.c.kind, x.matrix.shape, y.matrix.shape) for _, x, y in experts}
-    each = zip(dense, experts, strict=True)
-    changed = mixture and any(gated.both is not both or one.down is not down for one, (gated, both, down) in each)
-    if len(shapes) > 1 or changed:
-        return None
-    qkv, out, *given = products
-    return _Parts(mix, qkv, out, experts, given, router, mixture, weight)
+        if are_experts and not (gated.linear is pair[0] and one.down is pair[1]):
+            return None
+        networks.append(_Network(gated, pair[0], pair[1]))
+    matrices = [(one.gate_up.matrix, one.down.matrix) for one in networks]
+    kinds = {(gate_up.c.kind, down.c.kind, gate_up.shape, down.shape) for gate_up, down in matrices}
+    return networks if len(kinds) == 1 else None
 
 
-def _first(mix: Attention | DeltaNet) -> Linear:
-    """Return the first projection of a mixer."""
-    return mix.qkv if isinstance(mix, Attention) else mix.mixed
+def _first_projection(mixer: Attention | DeltaNet) -> Linear:
+    return mixer.qkv if isinstance(mixer, Attention) else mixer.in_projection
 
 
-def _native(*products: object) -> list[NativeLinear] | None:
-    """Return the products without adapters, or None if torch computes one of them."""
-    found = [base for product in products if isinstance(base := base_of(product), NativeLinear)]
-    return found if len(found) == len(products) else None
+def _adaptable(layer: Layer, parts: _NativeParts) -> list[object]:
+    """Return the linear layers that may have adapters, in the order of layer.h. None stands for a linear layer that the
+    decoder layer does not have."""
+    mlp, token = layer.mlp, layer.token_input
+    dense = [parts.networks[0].gated.linear, mlp.down] if isinstance(mlp, Dense) else [None, None]
+    embeddings = [token.gate, token.out] if token else [None, None]
+    return [_first_projection(parts.mixer), layer.out, *dense, *embeddings]
 
 
-def _norms(layer: Layer, mix: Attention | DeltaNet) -> list[Tensor | None]:
+def _native(*linears: object) -> list[NativeLinear] | None:
+    """Return these linear layers without adapters, or None if one of them does not run on the CPU kernels."""
+    found = [base for one in linears if isinstance(base := without_adapters(one), NativeLinear)]
+    return found if len(found) == len(linears) else None
+
+
+def _matrix(linear: NativeLinear | None) -> CMatrix:
+    """Return the structure of a linear layer's weight, or an empty structure."""
+    return linear.matrix.c if linear else CMatrix()
+
+
+def _norms(layer: Layer, mixer: Attention | DeltaNet) -> list[Tensor | None]:
     """Return the weights of a layer's norms, in the order of layer.h."""
-    post, token = layer.post or (None, None), layer.token_input
-    norms = [layer.attn_norm, post[0], layer.mlp_norm, post[1], token.norm if token else None]
+    post, token = layer.post_norms or (None, None), layer.token_input
+    norms = [layer.mixer_norm, post[0], layer.mlp_norm, post[1], token.norm if token else None]
     heads: list[Tensor | None] = [None, None, None]
-    if isinstance(mix, Attention):
-        both = [mix.norm.weight[0], mix.norm.weight[-1]] if isinstance(mix.norm, HeadNorm) else [None, None]
-        heads = [*both, mix.value_norm.weight if mix.value_norm else None]
+    if isinstance(mixer, Attention):
+        qk = [mixer.norm.weight[0], mixer.norm.weight[-1]] if isinstance(mixer.norm, HeadNorm) else [None, None]
+        heads = [*qk, mixer.value_norm.weight if mixer.value_norm else None]
     return [*(norm.weight if norm else None for norm in norms), *heads]
 
 
 def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
-    """Return the mixture in a feed-forward block (None if there is none), and all networks of the block. Return None if
-    the kernels cannot run the block."""
+    """Return the mixture of experts in a feed-forward block (None in a dense block), and all networks of the block.
+    Return None if the kernels cannot run the block."""
     if isinstance(mlp, Dense):
         return None, [mlp]
-    shared = [mlp.shared] if isinstance(mlp, SharedMixture) else []
-    mixture = mlp.experts if isinstance(mlp, SharedMixture) and shared else mlp
-    if not isinstance(mixture, Mixture) or mixture.weighs_inputs:
+    moe, shared = (mlp.experts, [mlp.shared]) if isinstance(mlp, SharedMixture) else (mlp, [])
+    if not isinstance(moe, Mixture) or moe.weighs_inputs:
         return None
-    plain = mixture.bias is None and mixture.scales is None and mixture.groups is None
-    return (mixture, [*mixture.experts, *shared]) if plain or mixture.sigmoid else None
+    plain_softmax = moe.bias is None and moe.scales is None and moe.groups is None
+    return (moe, [*moe.experts, *shared]) if plain_softmax or moe.sigmoid else None
 
 
 class _KernelPass:
@@ -353,33 +419,34 @@ class _KernelPass:
         self, plans: Sequence[Sequence[SlabPlan]], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
     ) -> None:
         views = [KernelView(own) for own in plans]
-        self._held: list[object] = [*views]
+        self._kept_alive: list[object] = [*views]
+        """The objects that the structure `c` points to."""
         rows = plans[0][0].rows
         self.c = _CPass(
             *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
-            ctypes.addressof(views[0].lines),
+            ctypes.addressof(views[0].row_indices),
             (CView * len(plans))(*(view.c for view in views)),
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
-            *(self._of_rows(adapters, rows.counts), rank),
+            *(self._row_adapters(adapters, rows.counts), rank),
         )
 
-    def take(self, states: KernelStates, skipped: int) -> None:
+    def add_states(self, states: KernelStates, skipped: int) -> None:
         """Add the states of the recurrent layers. The first `skipped` recurrent layers do not run."""
-        self._held.append(states)
+        self._kept_alive.append(states)
         size = skipped * states.count * ctypes.sizeof(CStretch)
         self.c.stretches, self.c.stretch_count = ctypes.addressof(states.table) - size, states.count
 
-    def _of_rows(self, adapters: Sequence[int], counts: Sequence[int]) -> int | None:
+    def _row_adapters(self, adapters: Sequence[int], counts: Sequence[int]) -> int | None:
         """Return the address of an array with the adapter of each row, or None if no row has an adapter."""
         if not any(adapters):
             return None
         each = [number for number, count in zip(adapters, counts, strict=True) for _ in range(count)]
-        self._held.append(array := (c_int32 * len(each))(*each))
+        self._kept_alive.append(array := (c_int32 * len(each))(*each))
         return ctypes.addressof(array)
 
     def _rotation(self, rope: Rope) -> _Rotation:
         if rope is None:
             return _Rotation(None, None, 0)
         cos, sin = (x.contiguous() for x in rope)
-        self._held += [cos, sin]
+        self._kept_alive += [cos, sin]
         return _Rotation(cos.data_ptr(), sin.data_ptr(), cos.shape[-1])

@@ -20,10 +20,10 @@ class CDeltaNet(Structure):
     """The structure `DeltaNet` in delta_net.h."""
 
     _fields_ = fields(
-        (CMatrix, "share step"),
-        (c_void_p, "rate bias query_norm key_norm norm filter filter_bias"),
-        (c_float, "unit_eps eps"),
-        (c_int32, "heads key_heads keys values width tiled activated"),
+        (CMatrix, "beta time_step"),
+        (c_void_p, "decay_rate step_bias query_norm key_norm output_norm conv_weight conv_bias"),
+        (c_float, "qk_eps output_eps"),
+        (c_int32, "heads key_heads keys values conv_width tiled activated"),
     )
 
 
@@ -36,24 +36,24 @@ class CStretch(Structure):
     )
 
 
-def gates_of(mixer: DeltaNet) -> tuple[NativeLinear, NativeLinear] | None:
-    """Return the products that compute beta and the time step of the decay, or None if the kernels cannot run them
+def native_gates(mixer: DeltaNet) -> tuple[NativeLinear, NativeLinear] | None:
+    """Return the projections that compute beta and the time step of the decay, or None if the kernels cannot run them
     together."""
-    share, step = mixer.gates
-    if not (isinstance(share, NativeLinear) and isinstance(step, NativeLinear)):
+    beta, step = mixer.beta_projection, mixer.step_projection
+    if not (isinstance(beta, NativeLinear) and isinstance(step, NativeLinear)):
         return None
-    return (share, step) if share.matrix.kinds == step.matrix.kinds and len(share.matrix.kinds) == 1 else None
+    return (beta, step) if beta.matrix.kinds == step.matrix.kinds and len(beta.matrix.kinds) == 1 else None
 
 
 def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -> CDeltaNet:
     """Return the structure of a mixer. `pointer`: Pads a vector, keeps it alive, and returns its address."""
-    gates = gates_of(mixer)
+    gates = native_gates(mixer)
     assert gates
-    c, (share, step), state = mixer.config, gates, mixer.recurrence
-    (queries, keys), convolution = state.units, state.convolution
+    c, (beta, step), state = mixer.config, gates, mixer.recurrence
+    (queries, keys), convolution = state.qk_norms, state.convolution
     bias = convolution.bias
     return CDeltaNet(
-        *(share.matrix.c, step.matrix.c, pointer(mixer.rate), pointer(mixer.bias)),
+        *(beta.matrix.c, step.matrix.c, pointer(mixer.decay_rate), pointer(mixer.step_bias)),
         *(pointer(queries.weight), pointer(keys.weight), pointer(mixer.norm.weight)),
         *(convolution.weight.data_ptr(), None if bias is None else bias.data_ptr()),
         *(queries.eps, mixer.norm.eps),
@@ -70,13 +70,16 @@ class KernelStates:
     def __init__(self, view: StatePass, configs: Mapping[int, MatrixConfig]) -> None:
         """`configs`: Index of a recurrent layer -> its sizes."""
         counts = view.rows.counts
-        self._view, self._firsts = view, list(accumulate(counts, initial=0))
-        self._held: list[object] = []
+        self._view, self._first_rows = view, list(accumulate(counts, initial=0))
+        self._kept_alive: list[object] = []
+        """The objects that `table` points to."""
         self._trees: dict[tuple[Tree, int], tuple[int, int]] = {}
         self._prompts: dict[tuple[MatrixConfig, int], Tensors] = {}
-        lines = [list(self._stretches(layer, c)) for layer, c in configs.items()]
-        self.count = len(lines[0]) if lines else 0
-        self.table = (CStretch * (self.count * len(lines)))(*(one for line in lines for one in line))
+        layers = [list(self._stretches(layer, c)) for layer, c in configs.items()]
+        self.count = len(layers[0]) if layers else 0
+        """Number of stretches of each layer."""
+        self.table = (CStretch * (self.count * len(layers)))(*(one for stretches in layers for one in stretches))
+        """The stretches of all layers, layer by layer."""
 
     def _stretches(self, layer: int, c: MatrixConfig) -> Iterator[CStretch]:
         for stretch in self._view.stretches(layer):
@@ -84,11 +87,11 @@ class KernelStates:
             every, updates = self._updates(layer, c, stretch)
             end = tuple(torch.empty_like(x) for x in state) if tree.is_chain else None
             self._view.keep(layer, stretch, every, end)
-            self._held += [state, updates, end]
+            self._kept_alive += [state, updates, end]
             rows = stretch.rows
             yield CStretch(
                 *(
-                    self._firsts[stretch.slot] + rows.start,
+                    self._first_rows[stretch.slot] + rows.start,
                     rows.stop - rows.start,
                     tree.start,
                     *self._tree(tree, c.width),
@@ -117,7 +120,7 @@ class KernelStates:
         """Return the addresses of the rows' parents and of their histories."""
         if (tree, width) not in self._trees:
             parents, history = (c_int32 * len(tree.parents))(*tree.parents), tree.history(width)
-            self._held += [parents, history]
+            self._kept_alive += [parents, history]
             self._trees[tree, width] = addressof(parents), history.data_ptr()
         return self._trees[tree, width]
 

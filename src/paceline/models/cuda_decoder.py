@@ -12,7 +12,7 @@ import torch
 from paceline.cache.attention import BLOCK
 from paceline.kernels.cuda.cache import DeviceCache, Replay
 from paceline.kernels.cuda.table import RowTable
-from paceline.kernels.linear import FixedTile, products
+from paceline.kernels.linear import FixedTile, linear_layers_from
 from paceline.models.decoder import Decoder
 from paceline.protocols import KVCache
 from paceline.types import Forward, Rows, Want
@@ -69,10 +69,10 @@ class DeviceDecoder(Decoder):
 
         Args:
             *args: Arguments of `Decoder`.
-            exact: True to use matrix products that compute each row independently of the other rows.
+            exact: True to use linear layers that compute each row independently of the other rows.
             capture: The function that records a graph. None to run without graphs.
         """
-        with products(FixedTile) if exact else nullcontext():
+        with linear_layers_from(FixedTile) if exact else nullcontext():
             super().__init__(*args)
         config = self.config
         # If rotary factors depend on the prompt, there are several tables. A graph can refer to only one.

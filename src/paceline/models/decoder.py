@@ -27,13 +27,13 @@ from paceline.models.layers import (
     Layer,
     Mixer,
     Mixture,
-    MixtureBeside,
+    MixtureWithDense,
     ParallelLayer,
     SharedAttention,
     SharedMixture,
     TokenInput,
 )
-from paceline.models.mamba import Parallel, SplitProduct, make_state
+from paceline.models.mamba import Parallel, SplitLinear, make_state
 from paceline.models.norms import HeadNorm, Norm, RMSNorm, make_head_norms, make_norm
 from paceline.models.ranks import Ranks
 from paceline.models.stack import LayerStack
@@ -180,8 +180,8 @@ class Decoder:
     def rows_are_independent(self) -> bool:
         """See `protocols.Divisible`. If it is True, padding rows are not needed.
 
-        The CPU kernels have this property. torch's products do not have it. Latent attention and the adapters of
-        layer-by-layer models use torch's products. Models with adapters are always padded.
+        The CPU kernels have this property. torch's matrix multiplications do not have it. Latent attention uses them,
+        and so do the adapters of models that run layer by layer. Models with adapters are always padded.
         """
         on_cpu = all(device.type == "cpu" for device in self._stack.devices)
         native = isinstance(self._head, NativeLinear) and self.config.attention.latent is None
@@ -203,15 +203,17 @@ class Decoder:
         inner = sorted(tap for tap in want.taps if tap != "final" and first <= tap <= end)
         ropes = self._stack.ropes(rows.positions, rows.end, prompts)
         with adapted_pass(adapters):
-            inputs = self._per_layer(rows) if self._token_inputs else None
+            embeddings = self._token_embeddings(rows) if self._token_inputs else None
         taps: dict[Tap, Tensor] = {}
         for deep in (rows.given.deep if rows.given else ())[: end - first]:
             own = [tap for tap in inner if tap == first]
-            x, found = self._stack.run(x, first, first + 1, ropes, view, None, own, inputs, adapters)
+            x, found = self._stack.run(x, first, first + 1, ropes, view, None, own, embeddings, adapters)
             assert rows.given
             x, first, taps = rows.given.place(x, deep, add=True), first + 1, taps | found
         inner = [tap for tap in inner if tap >= first]
-        x, found = self._stack.run(x, first, end, ropes, view, taps=inner, given=inputs, adapters=adapters)
+        x, found = self._stack.run(
+            x, first, end, ropes, view, taps=inner, token_embeddings=embeddings, adapters=adapters
+        )
         taps |= found
         if want.logits == "none" and "final" not in want.taps:
             return Forward(x.new_empty(x.shape[0], 0, self.vocab_size), taps)
@@ -223,8 +225,8 @@ class Decoder:
         x = {"all": x, "last": x[:, max(rows.counts) - 1, None], "none": x[:, :0]}[want.logits]
         return Forward(self.logits(x), taps)
 
-    def _per_layer(self, rows: Rows) -> Tensor:
-        """Return the per-layer embeddings of the rows. Image rows have the embeddings of the padding token."""
+    def _token_embeddings(self, rows: Rows) -> Tensor:
+        """Return the per-layer token embeddings of the rows. Image rows have the embeddings of the padding token."""
         assert self._token_inputs
         tokens, x = rows.tokens, self.embed(rows.tokens)
         if rows.given:
@@ -235,8 +237,8 @@ class Decoder:
     def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
         """Compute the logits of the real rows only.
 
-        Only with the CPU kernels may padding rows be skipped. With torch's products, a row's bits would depend on the
-        number of rows.
+        Only with the CPU kernels may padding rows be skipped. With torch's matrix multiplications, a row's bits would
+        depend on the number of rows.
         """
         logits = head.precise(x, torch.tensor(rows.lines))[:, : max(rows.counts)]
         for slot, count in zip(logits, rows.counts, strict=True):
@@ -315,19 +317,21 @@ class TokenInputs:
         self._shape, self._dtype = (c.layers, c.token_inputs), weights.dtype
         size, name = c.layers * c.token_inputs, "model.per_layer_model_projection"
         self.table = weights.embedding("model.embed_tokens_per_layer.weight", (c.vocab_size, size), False)
-        self._product = weights.linear({name: size}, c.hidden)
+        self._projection = weights.linear({name: size}, c.hidden)
         self._norm = make_norm(c, weights, "model.per_layer_projection_norm", c.token_inputs)
         self._scales = c.token_inputs**0.5, c.hidden**-0.5
 
     def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Return the inputs [B, T, layers, P] for tokens [B, T] with embeddings x [B, T, H]."""
-        of_table, of_product = self._scales
-        own: Tensor = (_rows(self.table, tokens, self._dtype) * of_table).unflatten(-1, self._shape)
-        normed = self._norm((self._product(x) * of_product).unflatten(-1, self._shape))
-        return (normed + own) * math.sqrt(0.5)
+        table_scale, projection_scale = self._scales
+        looked_up: Tensor = (_rows(self.table, tokens, self._dtype) * table_scale).unflatten(-1, self._shape)
+        projected = self._norm((self._projection(x) * projection_scale).unflatten(-1, self._shape))
+        return (projected + looked_up) * math.sqrt(0.5)
 
 
-def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, entry: int | None = None) -> Layer:
+def make_layer(
+    c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, mixer_width: int | None = None
+) -> Layer:
     """Build a decoder layer from tensors with Llama's names.
 
     Models with a norm after each block (Gemma) have two more norms. In these models, `post_attention` is the norm after
@@ -338,27 +342,27 @@ def make_layer(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str
         layer: The layer's own configuration.
         weights: The checkpoint's tensors.
         prefix: Prefix of the layer's tensor names.
-        entry: Width of the input of attention, if it is given separately. None if it is the normed stream.
+        mixer_width: Width of the mixer's input, if it is not the normed stream. None if it is.
     """
     c = c.of(layer)
 
     def norm(name: str) -> Norm:
         return make_norm(c, weights, f"{prefix}{name}_layernorm", c.hidden)
 
-    mixer, out = _make_mixer(c, layer, weights, prefix, entry or c.hidden)
+    mixer, out = _make_mixer(c, layer, weights, prefix, mixer_width or c.hidden)
     mlp: FeedForward | None = None
     if layer.feeds:
         sparse = layer.sparse and c.mixture
         mlp = _mixture(c, c.mixture, weights, prefix) if sparse and c.mixture else make_mlp(c, weights, prefix + "mlp.")
     second = "pre_feedforward" if c.norms.after else "post_attention"
-    normed = c.norms.before and not c.norms.shared and not isinstance(mlp, MixtureBeside)
+    normed = c.norms.before and not c.norms.shared and not isinstance(mlp, MixtureWithDense)
     return (ParallelLayer if c.parallel else Layer)(
-        norm("input") if mixer and entry is None and c.norms.before else None,
+        norm("input") if mixer and mixer_width is None and c.norms.before else None,
         mixer,
         out,
         norm(second if mixer else "input") if mlp and normed else None,
         mlp,
-        post=(norm("post_attention"), norm("post_feedforward")) if c.norms.after else None,
+        post_norms=(norm("post_attention"), norm("post_feedforward")) if c.norms.after else None,
         residual_scale=c.residual_scale,
         token_input=_token_input(c, weights, prefix) if c.token_inputs else None,
         scale=weights.get(prefix + "layer_scalar", (1,)) if c.layer_scale else None,
@@ -377,18 +381,18 @@ def _token_input(c: ModelConfig, weights: Weights, prefix: str) -> TokenInput:
 def _make_mixer(
     c: ModelConfig, spec: LayerConfig, weights: Weights, prefix: str, width: int
 ) -> tuple[Mixer | None, Addend | None]:
-    """Return the mixer of a layer and its output product, or None for both if the layer has none."""
-    attention, state, products = None, None, list[Linear]()
+    """Return the mixer of a layer and its output projection, or None for both if the layer has no mixer."""
+    attention, state, projections = None, None, list[Linear]()
     if spec.attends:
         make = make_latent if c.attention.latent else make_attention
         attention = make(c, spec, weights, prefix + "self_attn.", width)
-        products.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.mixed))
+        projections.append(weights.linear({prefix + "self_attn.o_proj": c.hidden}, c.attention_width))
     if spec.recurrent:
         state, name, wide = make_state(c, spec.recurrent, weights, prefix)
-        products.append(weights.linear({prefix + name: c.hidden}, wide))
+        projections.append(weights.linear({prefix + name: c.hidden}, wide))
     if isinstance(attention, Attention) and state:
-        return Parallel(attention, state), SplitProduct(products[0], products[1], c.heads * c.head_dim)
-    return attention or state, products[0] if products else None
+        return Parallel(attention, state), SplitLinear(projections[0], projections[1], c.heads * c.head_dim)
+    return attention or state, projections[0] if projections else None
 
 
 def make_attention(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> Attention:
@@ -397,29 +401,28 @@ def make_attention(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix:
     if layer.source is not None:
         for name in ("k_proj", "v_proj", "k_norm"):  # unused, but some checkpoints contain them
             weights.skip(f"{prefix}{name}.weight")
-        product = weights.linear({prefix + "q_proj": q}, width)
+        q_proj = weights.linear({prefix + "q_proj": q}, width)
         norm = make_head_norms(replace(c, kv_heads=0), weights, prefix, names=("q_norm", "q_norm"))
-        return SharedAttention(product, c.heads, 0, c.head_dim, norm)
+        return SharedAttention(q_proj, c.heads, 0, c.head_dim, norm)
     parts = {prefix + "q_proj": 2 * q if c.attention.gated else q, prefix + "k_proj": kv, prefix + "v_proj": kv}
     if layer.keys_as_values:
         del parts[prefix + "v_proj"]
     if prefix + "qkv_proj.weight" in weights:  # Phi-3
         parts = {prefix + "qkv_proj": q + 2 * kv}
-    within = _unpaired(c, layer.rope) if layer.rope and layer.rope.interleaved else None
+    within = _deinterleaved(c, layer.rope) if layer.rope and layer.rope.interleaved else None
     order = None if within is None else _each_head(c, within)
     if prefix + "query_key_value.weight" in weights:  # GPT-NeoX groups queries, keys and values by key head
         parts = {prefix + "query_key_value": q + 2 * kv}
         rows = torch.arange(q + 2 * kv).view(c.kv_heads, -1, c.head_dim)
         order = torch.cat([part.flatten() for part in (rows[:, :-2], rows[:, -2], rows[:, -1])])
-    product = weights.linear(parts, width, order)  # checks the number of heads before norms allocate memory for them
+    qkv = weights.linear(parts, width, order)  # checks the number of heads before norms allocate memory for them
     norm = make_head_norms(c, weights, prefix, within)
     if layer.unit_heads:
         norm = HeadNorm(weights.ones(c.head_dim), weights.ones(c.head_dim), c.heads, c.kv_heads, c.norms.eps)
-    sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise) if c.attention.sinks else None
+    sinks = weights.get(prefix + "sinks.weight", (c.heads,), weights.precise_dtype) if c.attention.sinks else None
     value_norm = RMSNorm(weights.ones(c.head_dim), c.norms.eps) if c.norms.values else None
-    tempered = layer.temperature is not None
     return Attention(
-        product,
+        qkv,
         c.heads,
         c.kv_heads,
         c.head_dim,
@@ -427,12 +430,12 @@ def make_attention(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix:
         sinks=sinks,
         gated=c.attention.gated,
         value_norm=value_norm,
-        tempered=tempered,
-        rotated_first=c.norms.rotated_first,
+        rope_scales_queries=layer.temperature is not None,
+        qk_norm_after_rope=c.norms.qk_norm_after_rope,
     )
 
 
-def _unpaired(c: ModelConfig, rope: RopeConfig) -> Tensor:
+def _deinterleaved(c: ModelConfig, rope: RopeConfig) -> Tensor:
     """Return the order that puts a head's first elements of all rotary pairs before all second elements."""
     rotated, order = int(c.head_dim * rope.share), torch.arange(c.head_dim)
     order[:rotated] = order[:rotated].view(-1, 2).T.flatten()
@@ -465,7 +468,7 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
 
 def _mixture(c: ModelConfig, e: MixtureConfig, weights: Weights, prefix: str) -> FeedForward:
     if e.with_dense:
-        return _mixture_beside(c, e, weights, prefix)
+        return _mixture_with_dense(c, e, weights, prefix)
     block = f"{prefix}{e.block}."
     names = [[f"{block}experts.{number}.{name}" for name in e.names] for number in range(e.count)]
     experts = [_dense(c, weights, (gate, up), down, e.ffn) for gate, up, down in names]
@@ -475,36 +478,36 @@ def _mixture(c: ModelConfig, e: MixtureConfig, weights: Weights, prefix: str) ->
         experts,
         e.used,
         e.normalised,
-        scales=torch.full((e.count,), e.scale, dtype=weights.precise, device=weights.device)
+        scales=torch.full((e.count,), e.scale, dtype=weights.precise_dtype, device=weights.device)
         if e.scale != 1.0
         else None,
         sigmoid=e.sigmoid,
-        bias=weights.get(bias, (e.count,), weights.precise) if bias in weights else None,
+        bias=weights.get(bias, (e.count,), weights.precise_dtype) if bias in weights else None,
         groups=e.groups,
         weighs_inputs=e.weighs_inputs,
     )
     if not e.shared:
         return mixture
-    shared, share = f"{prefix}{e.shared_block}.", block + "shared_expert_gate"
+    shared, gate = f"{prefix}{e.shared_block}.", block + "shared_expert_gate"
     return SharedMixture(
         mixture,
         _dense(c, weights, (shared + "gate_proj", shared + "up_proj"), shared + "down_proj", e.shared),
-        weights.router(share, (1, c.hidden)) if share + ".weight" in weights else None,
+        weights.router(gate, (1, c.hidden)) if gate + ".weight" in weights else None,
     )
 
 
-def _mixture_beside(c: ModelConfig, e: MixtureConfig, weights: Weights, prefix: str) -> MixtureBeside:
+def _mixture_with_dense(c: ModelConfig, e: MixtureConfig, weights: Weights, prefix: str) -> MixtureWithDense:
     experts = [make_mlp(replace(c, ffn=e.ffn), weights, f"{prefix}experts.{number}.") for number in range(e.count)]
     router = weights.router(prefix + "router.proj", (e.count, c.hidden))
-    scales = weights.get(prefix + "router.per_expert_scale", (e.count,), weights.precise)
-    judged = weights.get(prefix + "router.scale", (c.hidden,)) * c.hidden**-0.5
+    scales = weights.get(prefix + "router.per_expert_scale", (e.count,), weights.precise_dtype)
+    router_norm = weights.get(prefix + "router.scale", (c.hidden,)) * c.hidden**-0.5
 
     def norm(name: str) -> Norm:
         return make_norm(c, weights, f"{prefix}{name}", c.hidden)
 
-    return MixtureBeside(
+    return MixtureWithDense(
         make_mlp(c, weights, prefix + "mlp."),
         Mixture(router, experts, e.used, e.normalised, scales),
-        (norm("pre_feedforward_layernorm"), norm("pre_feedforward_layernorm_2"), RMSNorm(judged, c.norms.eps)),
+        (norm("pre_feedforward_layernorm"), norm("pre_feedforward_layernorm_2"), RMSNorm(router_norm, c.norms.eps)),
         (norm("post_feedforward_layernorm_1"), norm("post_feedforward_layernorm_2")),
     )

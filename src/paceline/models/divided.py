@@ -15,7 +15,7 @@ from paceline.kernels.low_rank import Factors
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Progress
 from paceline.models.lazy import Quantised
-from paceline.models.mirror import Mirror, Mirrored, repeated, together
+from paceline.models.mirror import Mirror, Mirrored, collective, repeated
 from paceline.models.ranks import Ranks
 from paceline.models.shards import RankTensors, divide
 from paceline.protocols import KVCache
@@ -103,19 +103,19 @@ class DividedDecoder(Decoder, Mirrored):
         cache.begin(rows)  # raise errors (misuse, no memory) before the other ranks start the pass
         return self.forward_part(rows, cache, want)
 
-    @together
+    @collective
     def forward_part(self, rows: Rows, cache: KVCache, want: Want) -> Forward:
         """Run this rank's part of a pass. All ranks run it at the same time. Only rank 0 gets the logits."""
         return super().forward(rows, cache, want)
 
-    @together
+    @collective
     def embed(self, tokens: Tensor) -> Tensor:
         """See `protocols.EmbeddingAndHead`. The sum over the ranks is exact, because all ranks except one add zeros."""
         foreign = (tokens < self._first) | (tokens >= self._end)
         x = super().embed((tokens - self._first).masked_fill(foreign, 0))
         return self.ranks.sum(x.masked_fill(foreign[..., None], 0))
 
-    @together
+    @collective
     def logits(self, x: Tensor) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
         return self._gathered(super().logits(x))
@@ -123,7 +123,7 @@ class DividedDecoder(Decoder, Mirrored):
     def _logits(self, head: NativeLinear, x: Tensor, rows: Rows) -> Tensor:
         return self._gathered(super()._logits(head, x, rows))
 
-    @together
+    @collective
     def head(self) -> Tensor:
         """See `protocols.EmbeddingAndHead`."""
         return self._gathered(super().head().T).T.contiguous()

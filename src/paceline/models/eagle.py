@@ -51,9 +51,9 @@ class EagleNetwork:
         )  # heads have no norms after attention and MLP, even for Gemma targets
         weights = Weights(tensors, host.dtype, host.device)
         self._embed = _embedding(config, weights, host)
-        self._entry = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
+        self._input = (_Eagle3Input if config.version == 3 else _Eagle1Input)(config, weights)
         # Later layers read the plain stream, as in the target.
-        widths = [self._entry.width, *[None] * (layer.layers - 1)]
+        widths = [self._input.width, *[None] * (layer.layers - 1)]
         layers = [
             make_layer(layer, kind, weights, f"layers.{i}.", width)
             for i, (kind, width) in enumerate(zip(layer.plan, widths, strict=True))
@@ -62,7 +62,7 @@ class EagleNetwork:
         # An EAGLE-1 head without a norm predicts normed states, which go straight to the target's output head.
         normed = config.built_in or "norm.weight" in weights
         self._norm = make_norm(layer, weights, "norm", layer.hidden) if normed else None
-        self._feeds_normed, self._layers = config.norm_output, layer.layers
+        self._continues_normed, self._layers = config.norm_output, layer.layers
         self.subset, self.logits = output_head(weights, host, config.draft_vocab, layer.hidden, config.head_tokens)
         """The token ids of the logits' columns (None for all tokens), and a function that maps the second result of
         `step` to logits [..., C]."""
@@ -79,7 +79,7 @@ class EagleNetwork:
     def fuse(self, features: Tensor) -> Tensor:
         """Convert the target's concatenated taps [..., taps * target H] to the hidden states [..., H] that `step`
         takes."""
-        return self._entry.fuse(features)
+        return self._input.fuse(features)
 
     @torch.inference_mode()
     def step(
@@ -100,11 +100,11 @@ class EagleNetwork:
         for line, given in zip(embedded, images, strict=False):
             if given and given.embeddings.shape[-1] == line.shape[-1]:
                 line[given.rows.to(line.device)] = given.embeddings.to(line)
-        entry, residual = self._entry.enter(embedded, hidden)
+        mixer_input, residual = self._input.enter(embedded, hidden)
         ropes = self._stack.ropes(rows.positions, rows.end, [cache.prompts[slot] for slot in rows.slots])
-        x, _ = self._stack.run(residual, 0, self._layers, ropes, cache.begin(rows), entry)
+        x, _ = self._stack.run(residual, 0, self._layers, ropes, cache.begin(rows), mixer_input)
         normed = x if self._norm is None else self._norm(x)
-        return (normed if self._feeds_normed else x), normed
+        return (normed if self._continues_normed else x), normed
 
 
 class _Eagle3Input:
@@ -156,7 +156,7 @@ class _Eagle1Input:
         name = _LAYER + "input_layernorm"
         normed = config.built_in or name + ".weight" in weights
         self._norm = make_norm(c, weights, name, c.hidden) if normed else None
-        self._turned = config.hidden_first
+        self._hidden_first = config.hidden_first
         self._norms = [
             make_norm(c, weights, f"pre_fc_norm_{part}", c.hidden)
             for part in ("embedding", "hidden")
@@ -170,7 +170,7 @@ class _Eagle1Input:
         both = [embedded, hidden]
         if self._norms:
             both = [norm(x) for norm, x in zip(self._norms, both, strict=True)]
-        x = self._fc(torch.cat(both[::-1] if self._turned else both, -1))
+        x = self._fc(torch.cat(both[::-1] if self._hidden_first else both, -1))
         return (x if self._norm is None else self._norm(x)), x
 
 

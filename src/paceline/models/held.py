@@ -8,11 +8,11 @@ from types import CellType, FunctionType
 from torch import Tensor, nn
 
 
-def tensors_of(root: object, beside: object = None) -> list[Tensor]:
-    """Return the tensors that an object of Paceline holds, each of them once. Tensors that `beside` holds are left
-    out."""
+def tensors_of(root: object, exclude: object = None) -> list[Tensor]:
+    """Return the tensors that an object of Paceline holds, each of them once. Tensors that only the object `exclude`
+    holds are left out."""
     tensors: dict[int, Tensor] = {}
-    seen, pending = {id(beside)}, [root]
+    seen, pending = {id(exclude)}, [root]
     while pending:
         item = pending.pop()
         if id(item) in seen:

@@ -34,7 +34,7 @@ class LatentAttention(Mixer):
         self,
         config: LatentConfig,
         heads: int,
-        entry: Linear,
+        projection: Linear,
         norm: RMSNorm,
         queries: tuple[RMSNorm, Linear] | None,
         keys: Tensor,
@@ -45,7 +45,7 @@ class LatentAttention(Mixer):
         Args:
             config: Sizes.
             heads: Number of heads.
-            entry: The product that computes the queries (or their latent), the latent of keys and values, and the
+            projection: Linear layer that computes the queries (or their latent), the latent of keys and values, and the
                 rotary key.
             norm: Norm of the latent of keys and values.
             queries: Norm and up-projection of the queries' latent. None if queries are computed directly.
@@ -53,7 +53,7 @@ class LatentAttention(Mixer):
             values: Up-projection of the values, [heads, value, rank].
         """
         c = self._config = config
-        self._heads, self._entry, self._norm, self._queries = heads, entry, norm, queries
+        self._heads, self._projection, self._norm, self._queries = heads, projection, norm, queries
         self._keys, self._values = keys, values
         self._sizes = [c.query_rank or heads * (c.plain + c.rotary), c.rank, c.rotary]
 
@@ -61,24 +61,24 @@ class LatentAttention(Mixer):
         """See `layers.Attention.mix`. Returns [B, T, heads * value]."""
         c = self._config
         assert rope
-        queries, latent, key = self._entry(x).split(self._sizes, -1)
+        queries, latent, key = self._projection(x).split(self._sizes, -1)
         if self._queries:
-            norm, product = self._queries
-            queries = product(norm(queries))
-        plain, turning = queries.unflatten(-1, (self._heads, -1)).split([c.plain, c.rotary], -1)
-        turned = rotate(torch.cat([turning, key[:, :, None]], 2), *rope)
-        row = torch.cat([self._norm(latent)[:, :, None], turned[:, :, -1:]], -1)
-        queries = torch.cat([_by_head(self._keys, plain), turned[:, :, :-1]], -1)
-        mixed = view.attend(layer, queries, row, row).unflatten(-1, (self._heads, -1))
-        return _by_head(self._values, mixed[..., : c.rank]).flatten(2)
+            norm, up_projection = self._queries
+            queries = up_projection(norm(queries))
+        plain, rotary = queries.unflatten(-1, (self._heads, -1)).split([c.plain, c.rotary], -1)
+        rotated = rotate(torch.cat([rotary, key[:, :, None]], 2), *rope)
+        row = torch.cat([self._norm(latent)[:, :, None], rotated[:, :, -1:]], -1)
+        queries = torch.cat([_by_head(self._keys, plain), rotated[:, :, :-1]], -1)
+        out = view.attend(layer, queries, row, row).unflatten(-1, (self._heads, -1))
+        return _by_head(self._values, out[..., : c.rank]).flatten(2)
 
 
 def _by_head(weight: Tensor, x: Tensor) -> Tensor:
     """Multiply the weight [heads, out, in] of each head by the head's part of x [B, T, heads, in]. Return [B, T, heads,
     out]."""
     columns = x.flatten(0, 1).permute(1, 2, 0)
-    made: Tensor = torch.bmm(weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:2])
-    return made
+    out: Tensor = torch.bmm(weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:2])
+    return out
 
 
 def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> LatentAttention:
@@ -96,13 +96,13 @@ def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: st
     if m.query_rank:
         parts = {f"{prefix}q_a_proj": m.query_rank, latent: m.rank + m.rotary}
         order = torch.cat([torch.arange(m.query_rank), m.query_rank + key])
-        product = weights.linear({f"{prefix}q_b_proj": outputs}, m.query_rank, own)
-        queries = _norm(weights, f"{prefix}q_a_layernorm.weight", m.query_rank), product
+        up_projection = weights.linear({f"{prefix}q_b_proj": outputs}, m.query_rank, own)
+        queries = _norm(weights, f"{prefix}q_a_layernorm.weight", m.query_rank), up_projection
     else:
         parts, order, queries = {direct: outputs, latent: m.rank + m.rotary}, torch.cat([own, outputs + key]), None
     norm = _norm(weights, f"{prefix}kv_a_layernorm.weight", m.rank)
-    entry = weights.linear(parts, width, order)
-    return LatentAttention(m, c.heads, entry, norm, queries, *_products(c.heads, m, weights, prefix))
+    projection = weights.linear(parts, width, order)
+    return LatentAttention(m, c.heads, projection, norm, queries, *_up_projections(c.heads, m, weights, prefix))
 
 
 def _norm(weights: Weights, name: str, size: int) -> RMSNorm:
@@ -117,7 +117,7 @@ def _halves(m: LatentConfig, heads: int, plain: int, interleaved: bool) -> Tenso
     return torch.arange(heads * size).view(heads, size)[:, within].flatten()
 
 
-def _products(heads: int, m: LatentConfig, weights: Weights, prefix: str) -> tuple[Tensor, Tensor]:
+def _up_projections(heads: int, m: LatentConfig, weights: Weights, prefix: str) -> tuple[Tensor, Tensor]:
     """Return `keys` and `values` of `LatentAttention`."""
     name, stacks = f"{prefix}kv_b_proj.weight", [f"{prefix}{x}_b_proj.weight" for x in "kv"]
     if stacks[0] in weights and name not in weights:

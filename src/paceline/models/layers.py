@@ -41,7 +41,7 @@ class Addend(Protocol):
 
 
 class Mixer(Protocol):
-    """The part of a layer that mixes rows: attention, or a recurrence."""
+    """A token mixer, which is the part of a layer that mixes rows: attention, or a recurrence."""
 
     @abstractmethod
     def mix(self, x: Tensor, layer: int, rope: Rope, view: Any) -> Tensor:
@@ -50,9 +50,9 @@ class Mixer(Protocol):
 
 
 class Attention(Mixer):
-    """Grouped-query attention with one product for queries, keys and values.
+    """Grouped-query attention with one linear layer for queries, keys and values.
 
-    If it is gated (Qwen3-Next), the product returns each query head followed by the gate for that head's output.
+    If it is gated (Qwen3-Next), the linear layer returns each query head followed by the gate for that head's output.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Attention(Mixer):
         sinks: Tensor | None = None,
         gated: bool = False,
         value_norm: Norm | None = None,
-        tempered: bool = False,
-        rotated_first: bool = False,
+        rope_scales_queries: bool = False,
+        qk_norm_after_rope: bool = False,
     ) -> None:
         """Build attention.
 
         Args:
-            qkv: The product that computes queries, keys and values. It omits the values if they equal the keys before
+            qkv: Linear layer that computes queries, keys and values. It omits the values if they equal the keys before
                 norm and rotation.
             heads: Number of query heads.
             kv_heads: Number of key heads.
@@ -80,13 +80,13 @@ class Attention(Mixer):
             sinks: Attention sinks [heads] (see `cache.attention.LayerAttention`), or None.
             gated: True if the output is gated.
             value_norm: Norm of the values, or None.
-            tempered: True if the rotary factors only scale the queries (Llama 4).
-            rotated_first: True if QK-norm is applied after the rotary embedding (Hunyuan).
+            rope_scales_queries: True if the rotary factors only scale the queries (Llama 4).
+            qk_norm_after_rope: True if QK-norm is applied after the rotary embedding (Hunyuan).
         """
         self.qkv, self.norm, self.sinks, self.gated, self.value_norm = qkv, norm, sinks, gated, value_norm
-        self.split = (heads + kv_heads, kv_heads)
-        self.heads, self.head_dim, self.tempered = heads, head_dim, tempered
-        self.rotated_first = rotated_first
+        self.qk_heads, self.kv_heads = heads + kv_heads, kv_heads
+        self.heads, self.head_dim, self.rope_scales_queries = heads, head_dim, rope_scales_queries
+        self.qk_norm_after_rope = qk_norm_after_rope
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: Pass) -> Tensor:
         """Attend. Return the output [B, T, heads * D] before the output projection.
@@ -94,23 +94,23 @@ class Attention(Mixer):
         `rope` is None if the layer encodes no positions (SmolLM3).
         """
         b, t, _ = x.shape
-        every, gate = self.qkv(x).view(b, t, -1, self.head_dim), None
+        qkv, gate = self.qkv(x).view(b, t, -1, self.head_dim), None
         if self.gated:
-            queries, rest = every.split([2 * self.heads, 2 * self.split[1]], 2)
-            every, gate = torch.cat([queries[:, :, ::2], rest], 2), queries[:, :, 1::2].flatten(2)
-        qk, v = every[:, :, : self.split[0]], every[:, :, -self.split[1] :]
+            queries, rest = qkv.split([2 * self.heads, 2 * self.kv_heads], 2)
+            qkv, gate = torch.cat([queries[:, :, ::2], rest], 2), queries[:, :, 1::2].flatten(2)
+        qk, v = qkv[:, :, : self.qk_heads], qkv[:, :, -self.kv_heads :]
         if self.value_norm is not None:
             v = self.value_norm(v)
-        if self.norm is not None and not self.rotated_first:
+        if self.norm is not None and not self.qk_norm_after_rope:
             qk = self.norm(qk)
-        if rope is not None and self.tempered:
+        if rope is not None and self.rope_scales_queries:
             qk = torch.cat([rotate(qk[:, :, : self.heads], *rope), qk[:, :, self.heads :]], 2)
         elif rope is not None:
             qk = rotate(qk, *rope)
-        if self.norm is not None and self.rotated_first:
+        if self.norm is not None and self.qk_norm_after_rope:
             qk = self.norm(qk)
-        mixed = view.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
-        return mixed if gate is None else mixed * sigmoid(gate)
+        out = view.attend(layer, qk[:, :, : self.heads], qk[:, :, self.heads :], v)
+        return out if gate is None else out * sigmoid(gate)
 
 
 class SharedAttention(Attention):
@@ -145,10 +145,10 @@ class Mixture:
     Scores are softmax (Shazeer et al. 2017; Mixtral, Qwen3) or sigmoid (DeepSeek-V3, LFM2). The choice may be limited
     to the best groups of experts (DeepSeek-V2 and V3).
 
-    A row's bits do not depend on the other rows. A tie goes to the expert with the lowest index, and the product of an
-    expert has at least `MIN_ROWS` rows. The results of a row's experts are added in the order of their indices, as in
+    A row's bits do not depend on the other rows. A tie goes to the expert with the lowest index, and an expert
+    runs on at least `MIN_ROWS` rows. The results of a row's experts are added in the order of their indices, as in
     transformers, but in float32 (float64 for a float64 model). The router's scores are compared in the precision of its
-    product.
+    linear layer.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Mixture:
         """Build the mixture.
 
         Args:
-            router: The product that computes the experts' logits.
+            router: Linear layer that computes the experts' logits.
             experts: The experts.
             used: Number of experts per row.
             normalised: True to scale the weights of a row's experts so that they sum to 1.
@@ -180,18 +180,18 @@ class Mixture:
         self.used, self.normalised, self.sigmoid, self.bias = used, normalised, sigmoid, bias
         self.weighs_inputs = weighs_inputs
 
-    def __call__(self, x: Tensor, judged: Tensor | None = None) -> Tensor:
-        """Run the experts on x [..., H]. `judged`: The router's input [..., H], if it is not x."""
+    def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """Run the experts on x [..., H]. `router_input`: The router's input [..., H], if it is not x."""
         rows = x.flatten(0, -2)
-        weights, chosen = self._route(rows if judged is None else judged.flatten(0, -2))
+        weights, chosen = self._route(rows if router_input is None else router_input.flatten(0, -2))
         total = torch.zeros_like(rows, dtype=weights.dtype)
         for number in chosen.unique().tolist():
             here, rank = (chosen == number).nonzero(as_tuple=True)
             padded = torch.cat([here, here[:1].expand(max(0, MIN_ROWS - len(here)))])
-            weight, given = weights[here, rank, None], rows[padded]
+            weight, inputs = weights[here, rank, None], rows[padded]
             if self.weighs_inputs:
-                given[: len(here)] = (given[: len(here)] * weight).to(x.dtype)
-            out = self.experts[number](given)[: len(here)].to(total.dtype)
+                inputs[: len(here)] = (inputs[: len(here)] * weight).to(x.dtype)
+            out = self.experts[number](inputs)[: len(here)].to(total.dtype)
             total.index_add_(0, here, out if self.weighs_inputs else out * weight)
         return total.to(x.dtype).view_as(x)
 
@@ -224,25 +224,27 @@ def _limited(scores: Tensor, groups: Groups) -> Tensor:
 
 
 class SharedMixture:
-    """A mixture and a shared expert, which every row uses (Granite 4). The result of the shared expert may have a
-    weight for each row (Qwen3-Next)."""
+    """A mixture of experts and a shared expert, which every row uses (Granite 4).
 
-    def __init__(self, experts: Mixture, shared: Dense, share: Linear | None) -> None:
-        self.experts, self.shared, self.share = experts, shared, share
+    `shared_gate` computes the weight of the shared expert for each row (Qwen3-Next). None if the weight is 1.
+    """
+
+    def __init__(self, experts: Mixture, shared: Dense, shared_gate: Linear | None) -> None:
+        self.experts, self.shared, self.shared_gate = experts, shared, shared_gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.share is None:
+        if self.shared_gate is None:
             return self.shared.onto(x, self.experts(x))
-        return self.experts(x) + (sigmoid(self.share.precise(x)) * self.shared(x)).to(x.dtype)
+        return self.experts(x) + (sigmoid(self.shared_gate.precise(x)) * self.shared(x)).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual + self(x)."""
         return residual + self(x)
 
 
-class MixtureBeside:
-    """A mixture in parallel with a dense network, each with its own norms (Gemma 4). The input is the stream without a
-    norm."""
+class MixtureWithDense:
+    """A mixture of experts in parallel with a dense network, each with its own norms (Gemma 4). The input is the stream
+    without a norm."""
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class MixtureBeside:
         return residual + self(x)
 
 
-FeedForward = Dense | Mixture | SharedMixture | MixtureBeside
+FeedForward = Dense | Mixture | SharedMixture | MixtureWithDense
 
 
 class TokenInput:
@@ -274,35 +276,37 @@ class TokenInput:
     def __init__(self, gate: Linear, activation: Gate, out: Linear, norm: Norm) -> None:
         self.gate, self._activation, self.out, self.norm = gate, activation, out, norm
 
-    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
-        """Return x [B, T, H] plus the contribution of the layer's token embedding `given` [B, T, P]."""
-        return x + self.norm(self.out(self._activation(self.gate(x), given)))
+    def __call__(self, x: Tensor, token_embeddings: Tensor) -> Tensor:
+        """Return x [B, T, H] plus the contribution of the layer's token embeddings [B, T, P]."""
+        return x + self.norm(self.out(self._activation(self.gate(x), token_embeddings)))
 
 
 class Layer:
-    """A pre-norm decoder layer. First attention followed by `out`, and then `mlp`, add their results to the stream.
+    """A pre-norm decoder layer. First the mixer (attention or a recurrence) followed by `out`, and then `mlp`, add
+    their results to the stream.
 
-    With `post` norms, both results are normed before they are added (Gemma 2 and 3). Either half may be missing
-    (Mamba-2, Nemotron-H). Without `attn_norm`, the input of attention is the stream itself, unless `entry` is given.
+    With `post_norms`, both results are normed before they are added (Gemma 2 and 3). Either half may be missing
+    (Mamba-2, Nemotron-H). Without `mixer_norm`, the input of the mixer is the stream itself, unless `mixer_input` is
+    given.
     """
 
     def __init__(
         self,
-        attn_norm: Norm | None,
-        attention: Mixer | None,
+        mixer_norm: Norm | None,
+        mixer: Mixer | None,
         out: Addend | None,
         mlp_norm: Norm | None,
         mlp: FeedForward | None,
-        post: tuple[Norm, Norm] | None = None,
+        post_norms: tuple[Norm, Norm] | None = None,
         residual_scale: float = 1.0,
         token_input: TokenInput | None = None,
         scale: Tensor | None = None,
     ) -> None:
         """`mlp_norm`: None if `mlp` norms its own input. `scale`: Factor for the layer's output, [1]."""
-        self.attn_norm, self.attention, self.mlp_norm = attn_norm, attention, mlp_norm
+        self.mixer_norm, self.mixer, self.mlp_norm = mixer_norm, mixer, mlp_norm
         self.out: Addend | None = out
         self.mlp: FeedForward | Summed | None = mlp
-        self.post, self.residual_scale = post, residual_scale
+        self.post_norms, self.residual_scale = post_norms, residual_scale
         self.token_input, self.scale = token_input, scale
 
     def __call__(
@@ -311,8 +315,8 @@ class Layer:
         layer: int,
         rope: Rope,
         view: Pass,
-        entry: Tensor | None = None,
-        given: Tensor | None = None,
+        mixer_input: Tensor | None = None,
+        token_embeddings: Tensor | None = None,
     ) -> Tensor:
         """Run the layer on the stream x [B, T, H].
 
@@ -321,27 +325,27 @@ class Layer:
             layer: Index of the layer.
             rope: Rotary factors. None if the layer encodes no positions.
             view: The pass's view of the cache.
-            entry: Input of attention, if it is not the normed stream.
-            given: The layer's token embeddings (see `TokenInput`), or None.
+            mixer_input: Input of the mixer, if it is not the normed stream.
+            token_embeddings: The layer's token embeddings (see `TokenInput`), or None.
         """
-        first, second = self.post or (None, None)
-        if self.attention and self.out:
-            if entry is None:
-                entry = x if self.attn_norm is None else self.attn_norm(x)
-            x = self._plus(x, self.out, self.attention.mix(entry, layer, rope, view), first)
+        first, second = self.post_norms or (None, None)
+        if self.mixer and self.out:
+            if mixer_input is None:
+                mixer_input = x if self.mixer_norm is None else self.mixer_norm(x)
+            x = self._plus(x, self.out, self.mixer.mix(mixer_input, layer, rope, view), first)
         if self.mlp:
             x = self._plus(x, self.mlp, x if self.mlp_norm is None else self.mlp_norm(x), second)
-        if self.token_input is not None and given is not None:
-            x = self.token_input(x, given)
+        if self.token_input is not None and token_embeddings is not None:
+            x = self.token_input(x, token_embeddings)
         return x if self.scale is None else x * self.scale
 
     def _parts(self) -> tuple[Norm, Mixer, Addend, FeedForward | Summed]:
         """Return the input norm, the mixer, its output projection and the MLP. The layer must have all four."""
-        assert self.attn_norm
-        assert self.attention
+        assert self.mixer_norm
+        assert self.mixer
         assert self.out
         assert self.mlp
-        return self.attn_norm, self.attention, self.out, self.mlp
+        return self.mixer_norm, self.mixer, self.out, self.mlp
 
     def _plus(self, x: Tensor, part: Addend, y: Tensor, norm: Norm | None) -> Tensor:
         """Add a part's output for input y to the stream x."""
@@ -361,10 +365,10 @@ class ParallelLayer(Layer):
         layer: int,
         rope: Rope,
         view: Pass,
-        entry: Tensor | None = None,
-        given: Tensor | None = None,
+        mixer_input: Tensor | None = None,
+        token_embeddings: Tensor | None = None,
     ) -> Tensor:
-        """See `Layer`. These layers have neither `post` norms nor per-layer embeddings."""
+        """See `Layer`. These layers have neither `post_norms` nor per-layer embeddings."""
         norm, mixer, out, mlp = self._parts()
         normed = norm(x)
         mixed = mixer.mix(normed, layer, rope, view)

@@ -127,10 +127,10 @@ class LanguageTensors(LazyTensors):
     expert becomes a separate tensor.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str], turned: bool = False) -> None:
-        """`names`: Parts of names to replace (see `renamed`). `turned`: True if stacks have the shape [experts, in,
+    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str], transposed: bool = False) -> None:
+        """`names`: Parts of names to replace (see `renamed`). `transposed`: True if stacks have the shape [experts, in,
         out]."""
-        self._tensors, self._turned = tensors, turned
+        self._tensors, self._transposed = tensors, transposed
         self._names = self._sources = dict[str, tuple[str, int, slice]]()
         for source in tensors:
             if source.startswith(_SENSES):
@@ -144,7 +144,7 @@ class LanguageTensors(LazyTensors):
             if len(shape) != 3 or not 0 < shape[0] <= EXPERTS:
                 what = f"{source} has shape {list(shape)} and is no stack of experts (1 to {EXPERTS})"
                 raise CorruptModel(what, "Fetch the file again")
-            count, out = shape[0], shape[1 + turned]
+            count, out = shape[0], shape[1 + transposed]
             half = slice(out // 2), slice(out // 2, out)
             parts = [("gate_proj", half[0]), ("up_proj", half[1])] if part == "gate_up_proj" else [(part, whole)]
             for one in range(count):
@@ -154,7 +154,7 @@ class LanguageTensors(LazyTensors):
         source, expert, rows = self._sources[name]
         if expert < 0:
             return self._tensors[source]
-        return self._tensors[source][expert, :, rows].T if self._turned else self._tensors[source][expert, rows]
+        return self._tensors[source][expert, :, rows].T if self._transposed else self._tensors[source][expert, rows]
 
     def stored(self, name: str) -> Stored | None:
         source, expert, _ = self._sources[name]
@@ -168,7 +168,7 @@ class LanguageTensors(LazyTensors):
         shape = shape_of(self._tensors, source)
         if expert < 0:
             return shape
-        out, width = shape[1:] if not self._turned else shape[:0:-1]
+        out, width = shape[1:] if not self._transposed else shape[:0:-1]
         return len(range(*rows.indices(out))), width
 
 

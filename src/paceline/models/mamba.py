@@ -77,32 +77,32 @@ class Mamba2(RecurrentMixer):
     def __init__(
         self,
         config: Mamba2Config,
-        product: Linear,
+        in_projection: Linear,
         state: Selective,
-        steps: tuple[Tensor, Tensor],
+        decay: tuple[Tensor, Tensor],
         norm: GroupNorm | None,
     ) -> None:
         """Build the mixer.
 
         Args:
             config: Sizes.
-            product: The product that computes the output gate, the inputs of the convolution and the time steps.
+            in_projection: Linear layer that computes the output gate, the inputs of the convolution and the time steps.
             state: The state.
-            steps: The negative rate A of the decay, and the bias of the time step, both [heads].
+            decay: The negative rate A of the decay, and the bias of its time step, both [heads].
             norm: Norm of the output, or None.
         """
-        self.config, self._product, self.recurrence, self._norm = config, product, state, norm
-        self._rate, self._bias = steps
+        self.config, self._in_projection, self.recurrence, self._norm = config, in_projection, state, norm
+        self._decay_rate, self._step_bias = decay
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
-        c, wide = self.config, self._rate.dtype
+        c, wide = self.config, self._decay_rate.dtype
         values = c.heads * c.value_dim
-        gate, entries, step = self._product.precise(x).to(wide).split([values, c.channels, c.heads], -1)
+        gate, entries, step = self._in_projection.precise(x).to(wide).split([values, c.channels, c.heads], -1)
         # Compute this in float64, because in float32 torch uses another function for the last elements of a tensor (see
         # `sigmoid`).
-        step = F.softplus((step + self._bias).double())
-        out = view.recur(layer, (entries, (self._rate * step).to(wide), step.to(wide))).flatten(2)
+        step = F.softplus((step + self._step_bias).double())
+        out = view.recur(layer, (entries, (self._decay_rate * step).to(wide), step.to(wide))).flatten(2)
         gate = gate * sigmoid(gate)
         return (out * gate if self._norm is None else self._norm(out, gate)).to(x.dtype)
 
@@ -118,8 +118,8 @@ class Parallel(RecurrentMixer):
         return torch.cat([one.mix(x, layer, rope, view) for one in (self.attention, self._other)], -1)
 
 
-class SplitProduct(Addend):
-    """The sum of two products. The first takes the first `width` elements of a row, the second takes the rest."""
+class SplitLinear(Addend):
+    """The sum of two linear layers. The first takes the first `width` elements of a row, the second takes the rest."""
 
     def __init__(self, first: Linear, second: Linear, width: int) -> None:
         self._parts, self._width = (first, second), width
@@ -144,12 +144,14 @@ def make_state(c: ModelConfig, kind: RecurrentConfig, weights: Weights, prefix: 
         return make_recurrent(c, kind, weights, prefix)
 
     def each_head(name: str) -> Tensor:
-        return weights.get(f"{prefix}mamba.{name}", (kind.heads,), weights.precise)
+        return weights.get(f"{prefix}mamba.{name}", (kind.heads,), weights.precise_dtype)
 
     values, norm = kind.heads * kind.value_dim, None
     if (name := prefix + "mamba.norm.weight") in weights:
-        norm = GroupNorm(weights.get(name, (values,), weights.precise), kind.key_heads, c.norms.eps, kind.norm_first)
-    product = weights.linear({prefix + "mamba.in_proj": values + kind.channels + kind.heads}, c.hidden)
+        norm = GroupNorm(
+            weights.get(name, (values,), weights.precise_dtype), kind.key_heads, c.norms.eps, kind.norm_first
+        )
+    in_projection = weights.linear({prefix + "mamba.in_proj": values + kind.channels + kind.heads}, c.hidden)
     state = Selective(kind, make_convolution(kind, weights, prefix + "mamba.conv1d"), each_head("D"))
-    mixer = Mamba2(kind, product, state, (-each_head("A_log").exp(), each_head("dt_bias")), norm)
+    mixer = Mamba2(kind, in_projection, state, (-each_head("A_log").exp(), each_head("dt_bias")), norm)
     return mixer, "mamba.out_proj", values

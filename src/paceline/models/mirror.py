@@ -33,14 +33,14 @@ class Mirrored:
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
-def together(method: MethodT) -> MethodT:
+def collective(method: MethodT) -> MethodT:
     """Decorate a method that exchanges results between ranks. All ranks call it at the same time. If it fails, the
     group ends."""
 
     @wraps(method)
     def run(self: Mirrored, *args: Any, **options: Any) -> Any:
         with self.mirror.lock:
-            run = self.mirror.run_together if self.mirror.outermost else _run
+            run = self.mirror.run_collective if self.mirror.outermost else _run
             return run(self, method, args, options)
 
     return run  # type: ignore[return-value]
@@ -98,8 +98,8 @@ class Mirror:
             weakref.finalize(it, self._drop, id(it)).atexit = False
         return number
 
-    def run_together(self, owner: Mirrored, method: Callable[..., Any], args: Any, options: Any) -> Any:
-        """See `together`."""
+    def run_collective(self, owner: Mirrored, method: Callable[..., Any], args: Any, options: Any) -> Any:
+        """See `collective`."""
         if self._ended:
             raise RankLost(f"the processes of this model have ended: {self._ended}", "Start all of them again")
         call = self._packed((owner, method.__name__, args, options, None))

@@ -106,7 +106,7 @@ def norm_weight(c: ModelConfig, weights: Weights, name: str, size: int) -> Tenso
     if not c.norms.offset:
         return weights.get(name + ".weight", (size,))
     # If a weight is stored minus 1, adding the offset in bfloat16 would round most of the weight away.
-    return weights.get(name + ".weight", (size,), weights.precise) + c.norms.offset
+    return weights.get(name + ".weight", (size,), weights.precise_dtype) + c.norms.offset
 
 
 def make_head_norms(
@@ -132,14 +132,14 @@ def make_head_norms(
 
 def _head_layer_norm(c: ModelConfig, weights: Weights, prefix: str, order: Tensor | None) -> HeadLayerNorm:
     def table(kind: str) -> Tensor:
-        rows = torch.empty(c.heads + c.kv_heads, c.head_dim, dtype=weights.precise, device=weights.device)
+        rows = torch.empty(c.heads + c.kv_heads, c.head_dim, dtype=weights.precise_dtype, device=weights.device)
         for name, part in ((f"{prefix}q_norm", rows[: c.heads]), (f"{prefix}k_norm", rows[c.heads :])):
             if f"{name}.0.{kind}" in weights:  # StableLM has one tensor per head
                 for i, row in enumerate(part):
-                    row.copy_(weights.get(f"{name}.{i}.{kind}", (c.head_dim,), weights.precise))
+                    row.copy_(weights.get(f"{name}.{i}.{kind}", (c.head_dim,), weights.precise_dtype))
             else:
                 shape = (len(part), c.head_dim) if c.norms.heads == "own" else (c.head_dim,)
-                part.copy_(weights.get(f"{name}.{kind}", shape, weights.precise))
+                part.copy_(weights.get(f"{name}.{kind}", shape, weights.precise_dtype))
         return rows if order is None else rows[:, order]
 
     bias = table("bias") if f"{prefix}q_norm.bias" in weights else None

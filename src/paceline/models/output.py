@@ -16,7 +16,7 @@ _HEAD = "lm_head.weight"
 
 
 def output_head(
-    weights: Weights, host: TargetWithHead, count: int, hidden: int, kept: Tensor | None = None
+    weights: Weights, host: TargetWithHead, count: int, hidden: int, head_tokens: Tensor | None = None
 ) -> tuple[Subset | None, Activation]:
     """Build the output head of a learned drafter.
 
@@ -28,7 +28,7 @@ def output_head(
         host: The target.
         count: Number of tokens that the drafter scores.
         hidden: Size of the drafter's states.
-        kept: The token ids that a head for the whole vocabulary keeps, in ascending order. None for all tokens.
+        head_tokens: The token ids that a head for the whole vocabulary keeps, in ascending order. None for all tokens.
 
     Returns:
         The token ids that the head scores (None for all tokens in order), and a function that maps states [..., hidden]
@@ -39,8 +39,8 @@ def output_head(
     """
     weights.skip("t2d")
     if "d2t" in weights or count < host.vocab_size:
-        kept = None
-    if _HEAD not in weights and "d2t" not in weights and kept is None:
+        head_tokens = None
+    if _HEAD not in weights and "d2t" not in weights and head_tokens is None:
         return None, host.logits
     ids = torch.arange(count)
     if "d2t" in weights:
@@ -51,14 +51,14 @@ def output_head(
             "Use a head that was trained for this target",
         )
     # Sort the ids, so that a tie goes to the lowest id. Without a map, rows beyond the vocabulary are padding.
-    order = ids.argsort()[: host.vocab_size] if kept is None else kept
+    order = ids.argsort()[: host.vocab_size] if head_tokens is None else head_tokens
     ids = ids[order]
     subset = None if len(ids) == host.vocab_size else Subset(ids, host.vocab_size)
     if _HEAD in weights:
         return subset, linear(weights.head(_HEAD, (count, hidden))[order.to(weights.device)]).precise
-    product = linear(weights.borrowed(_rows(host, hidden, ids), cut=kept is not None))
+    head = linear(weights.borrowed(_rows(host, hidden, ids), cut=head_tokens is not None))
     shaped, places = host.shaped, ids.to(host.device)
-    return subset, lambda x: shaped(product.precise(x), places)
+    return subset, lambda x: shaped(head.precise(x), places)
 
 
 def _rows(host: TargetWithHead, hidden: int, ids: Tensor) -> Tensor:

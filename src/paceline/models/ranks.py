@@ -57,8 +57,9 @@ class Ranks:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=_PASS)
             self._messages: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=_IDLE)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.exchange: Exchange | None = None
-        """Memory that all ranks share. None unless all ranks are on one machine."""
+        self.shared_memory: Exchange | None = None
+        """The memory through which the ranks of one machine add numbers (`share_memory`). None if they use torch's
+        all-gather."""
         atexit.register(self.leave)
 
     def device(self, given: torch.device) -> torch.device:
@@ -81,8 +82,8 @@ class Ranks:
 
     def leave(self) -> None:
         """End the group. Other ranks that are waiting in a sum or for a message get an error."""
-        if self.exchange:
-            kernel("paceline_leave", c_void_p)(addressof(self.exchange))
+        if self.shared_memory:
+            kernel("paceline_leave", c_void_p)(addressof(self.shared_memory))
         self._messages = None  # the connections of a group stay open as long as anything refers to it
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -117,7 +118,7 @@ class Ranks:
         """Use shared memory for sums, which then take microseconds. This happens only if all ranks are on one Linux
         machine, with the CPU kernels."""
         together = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        if not together or self.exchange or library() is None or sys.platform != "linux":
+        if not together or self.shared_memory or library() is None or sys.platform != "linux":
             return
         size = kernel("paceline_exchange_bytes", c_int32)
         size.restype = c_int64
@@ -130,8 +131,8 @@ class Ranks:
         self._memory = mmap.mmap(file, size(self.count))
         os.close(file)
         start = addressof(c_uint8.from_buffer(self._memory))
-        self.exchange = Exchange(start, self.rank, self.count)
-        kernel("paceline_join", c_void_p)(addressof(self.exchange))
+        self.shared_memory = Exchange(start, self.rank, self.count)
+        kernel("paceline_join", c_void_p)(addressof(self.shared_memory))
         self._wait()
         if self.rank == 0:
             os.unlink(path)
@@ -139,10 +140,10 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks, added in the order of the ranks. float16 and bfloat16 values are added in
         float32."""
-        if self.exchange and x.device.type == "cpu" and x.dtype != torch.float64:
+        if self.shared_memory and x.device.type == "cpu" and x.dtype != torch.float64:
             sums = x.to(torch.float32, copy=True).contiguous()
             if kernel("paceline_sum", c_void_p, c_void_p, c_int64)(
-                addressof(self.exchange), sums.data_ptr(), sums.numel()
+                addressof(self.shared_memory), sums.data_ptr(), sums.numel()
             ):
                 raise lost("within a sum")
             return sums.to(x.dtype)
@@ -202,7 +203,7 @@ def lost(how: str) -> RankLost:
 
 
 class Summed:
-    """A matrix product or feed-forward network whose inner dimension is split across ranks."""
+    """A linear layer or feed-forward network whose inner dimension is split across ranks."""
 
     def __init__(self, part: Callable[[Tensor], Tensor], ranks: Ranks) -> None:
         self._part, self._ranks = part, ranks

@@ -46,7 +46,7 @@ class Convolution:
     def run(self, before: Tensor, entries: Tensor, tree: Tree) -> Tensor:
         """Convolve the rows of a pass.
 
-        The products are added in a fixed order, so that the bits of a row do not depend on the other rows.
+        The terms are added in a fixed order, so that the bits of a row do not depend on the other rows.
 
         Args:
             before: The entries before the tree, [width - 1, channels].
@@ -124,7 +124,7 @@ class MatrixState(Recurrence):
 
     @abstractmethod
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
-        """Process a chain of T rows with matrix products.
+        """Process a chain of T rows with matrix multiplications.
 
         Args:
             matrix: The state before the chain, [heads, K, V].
@@ -253,14 +253,14 @@ class DeltaRule(MatrixState):
         # x / sqrt(sum(x^2) + 1e-6) is an RMS norm. Queries are also scaled by 1 / sqrt(K).
         size, full = config.key_dim, convolution.weight.new_full
         queries, keys = full((size,), 1 / size), full((size,), size**-0.5)
-        self.units = RMSNorm(queries, 1e-6 / size), RMSNorm(keys, 1e-6 / size)
+        self.qk_norms = RMSNorm(queries, 1e-6 / size), RMSNorm(keys, 1e-6 / size)
 
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `MatrixState.split`. Queries and keys are normalised to length 1, queries are then scaled, and the gates
         are beta."""
         c, keys = self.config, self.config.key_heads * self.config.key_dim
         q, k, v = mixed.split([keys, keys, mixed.shape[-1] - 2 * keys], -1)
-        q, k = (unit(x.unflatten(-1, (-1, c.key_dim))) for x, unit in zip((q, k), self.units, strict=True))
+        q, k = (norm(x.unflatten(-1, (-1, c.key_dim))) for x, norm in zip((q, k), self.qk_norms, strict=True))
         return q, k, v.unflatten(-1, (-1, c.value_dim)), gates
 
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
@@ -297,13 +297,14 @@ class RecurrentMixer(Mixer):
 class ShortConv(RecurrentMixer):
     """The mixer of LFM2: a short convolution between two gates. The gates are projections of the layer's input."""
 
-    def __init__(self, product: Linear, convolution: Convolution) -> None:
-        """`product` computes the gate before the convolution, the gate after it, and the convolution's entries."""
-        self._product, self.recurrence = product, ConvolutionState(convolution)
+    def __init__(self, in_projection: Linear, convolution: Convolution) -> None:
+        """`in_projection` computes the gate before the convolution, the gate after it, and the convolution's
+        entries."""
+        self._in_projection, self.recurrence = in_projection, ConvolutionState(convolution)
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
-        before, after, entries = self._product.precise(x).chunk(3, -1)
+        before, after, entries = self._in_projection.precise(x).chunk(3, -1)
         return (after * view.recur(layer, (before * entries,))).to(x.dtype)
 
 
@@ -314,7 +315,7 @@ class DeltaNet(RecurrentMixer):
         self,
         config: DeltaNetConfig,
         convolution: Convolution,
-        mixed: Linear,
+        in_projection: Linear,
         gates: tuple[Linear, Linear],
         decay: tuple[Tensor, Tensor],
         norm: RMSNorm,
@@ -324,22 +325,24 @@ class DeltaNet(RecurrentMixer):
         Args:
             config: Sizes.
             convolution: The convolution of queries, keys and values.
-            mixed: Product for queries, keys and values before the convolution, and for the output gate.
-            gates: Products for beta and for the time step of the decay.
+            in_projection: Linear layer for queries, keys and values before the convolution, and for the output gate.
+            gates: Linear layers for beta and for the time step of the decay.
             decay: The decay's negative rate A and the bias of its time step, both [heads].
             norm: Norm of each head's output.
         """
-        self.config, self.mixed, self.gates, self.norm = config, mixed, gates, norm
+        self.config, self.in_projection, self.norm = config, in_projection, norm
+        self.beta_projection, self.step_projection = gates
         self.recurrence: DeltaRule = DeltaRule(config, convolution)
-        self.rate, self.bias = decay
+        self.decay_rate, self.step_bias = decay
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
-        c, (share, step) = self.config, self.gates
-        entries, gate = self.mixed(x).split([c.channels, c.heads * c.value_dim], -1)
-        wide = self.rate.dtype
-        decay = (self.rate * F.softplus((step.precise(x).to(wide) + self.bias).double())).to(wide)
-        out = view.recur(layer, (entries, decay, sigmoid(share.precise(x).to(wide))))
+        c = self.config
+        entries, gate = self.in_projection(x).split([c.channels, c.heads * c.value_dim], -1)
+        wide = self.decay_rate.dtype
+        step = F.softplus((self.step_projection.precise(x).to(wide) + self.step_bias).double())
+        beta = sigmoid(self.beta_projection.precise(x).to(wide))
+        out = view.recur(layer, (entries, (self.decay_rate * step).to(wide), beta))
         gate = gate.to(wide)
         mixed: Tensor = self.norm(out).flatten(2) * (gate * sigmoid(gate))
         return mixed.to(x.dtype)
@@ -350,28 +353,29 @@ def make_recurrent(
 ) -> tuple[RecurrentMixer, str, int]:
     """Build the mixer of a recurrent layer. Returns it, with the name and the input width of its output projection."""
     if isinstance(kind, ShortConvConfig):
-        product = weights.linear({prefix + "conv.in_proj": 3 * kind.channels}, c.hidden)
-        return ShortConv(product, make_convolution(kind, weights, prefix + "conv.conv")), "conv.out_proj", kind.channels
+        in_projection = weights.linear({prefix + "conv.in_proj": 3 * kind.channels}, c.hidden)
+        convolution = make_convolution(kind, weights, prefix + "conv.conv")
+        return ShortConv(in_projection, convolution), "conv.out_proj", kind.channels
     prefix += "linear_attn."
-    rate = -weights.get(prefix + "A_log", (kind.heads,), weights.precise).exp()
-    bias = weights.get(prefix + "dt_bias", (kind.heads,), weights.precise)
-    norm = RMSNorm(weights.get(prefix + "norm.weight", (kind.value_dim,), weights.precise), c.norms.eps)
+    rate = -weights.get(prefix + "A_log", (kind.heads,), weights.precise_dtype).exp()
+    bias = weights.get(prefix + "dt_bias", (kind.heads,), weights.precise_dtype)
+    norm = RMSNorm(weights.get(prefix + "norm.weight", (kind.value_dim,), weights.precise_dtype), c.norms.eps)
     mixed, gates = _projections(c, kind, weights, prefix)
     mixer = DeltaNet(kind, make_convolution(kind, weights, prefix + "conv1d"), mixed, gates, (rate, bias), norm)
     return mixer, "linear_attn.out_proj", kind.heads * kind.value_dim
 
 
 def make_convolution(kind: RecurrentConfig, weights: Weights, name: str) -> Convolution:
-    weight = weights.get(name + ".weight", (kind.channels, 1, kind.width), weights.precise)[:, 0].T.contiguous()
+    weight = weights.get(name + ".weight", (kind.channels, 1, kind.width), weights.precise_dtype)[:, 0].T.contiguous()
     has_bias = name + ".bias" in weights
-    bias = weights.get(name + ".bias", (kind.channels,), weights.precise) if has_bias else None
+    bias = weights.get(name + ".bias", (kind.channels,), weights.precise_dtype) if has_bias else None
     return Convolution(weight, bias, activated=not isinstance(kind, ShortConvConfig))
 
 
 def _projections(
     c: ModelConfig, kind: DeltaNetConfig, weights: Weights, prefix: str
 ) -> tuple[Linear, tuple[Linear, Linear]]:
-    """Build the products for queries, keys, values and output gate, and those for beta and the time step."""
+    """Build the linear layers for queries, keys, values and output gate, and those for beta and the time step."""
     values, each = kind.heads * kind.value_dim, kind.heads // kind.key_heads
     if prefix + "in_proj_qkvz.weight" in weights:  # Qwen3-Next groups the rows by key head
         parts = _grouped(kind.key_heads, (kind.key_dim, kind.key_dim, each * kind.value_dim, each * kind.value_dim))
@@ -380,10 +384,10 @@ def _projections(
         mixed = weights.linear({prefix + "in_proj_qkv": kind.channels, prefix + "in_proj_z": values}, c.hidden)
     if prefix + "in_proj_ba.weight" in weights:
         halves = _grouped(kind.key_heads, (each, each))
-        share, step = (weights.router(prefix + "in_proj_ba", (2 * kind.heads, c.hidden), half) for half in halves)
+        beta, step = (weights.router(prefix + "in_proj_ba", (2 * kind.heads, c.hidden), half) for half in halves)
     else:
-        share, step = (weights.router(f"{prefix}in_proj_{x}", (kind.heads, c.hidden)) for x in "ba")
-    return mixed, (share, step)
+        beta, step = (weights.router(f"{prefix}in_proj_{x}", (kind.heads, c.hidden)) for x in "ba")
+    return mixed, (beta, step)
 
 
 def _grouped(groups: int, sizes: Sequence[int]) -> list[Tensor]:

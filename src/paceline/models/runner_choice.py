@@ -1,4 +1,4 @@
-"""The choice between the CPU kernels and torch for a model's matrix products, and the reason for it."""
+"""The choice between the CPU kernels and torch for a model's linear layers, and the reason for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.kernels.cpu.matrix import FLOAT_KINDS
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A description of the software that computes the matrix products, and a hint on how to make it faster (empty if
+    """A description of the software that computes the linear layers, and a hint on how to make it faster (empty if
     there is none)."""
 
     name: str

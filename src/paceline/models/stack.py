@@ -12,7 +12,7 @@ from paceline.cache.attention import LayerAttention, SlabPass, slab_indices
 from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
 from paceline.cache.state import StateCache, StatePass
-from paceline.kernels.cpu.attention import attend, attends_natively, whole
+from paceline.kernels.cpu.attention import attend, attends_natively, padded_size
 from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
 from paceline.models.cpu_layers import NativeLayers, runs_natively
@@ -25,7 +25,7 @@ from paceline.models.rope import Rope, RotarySet
 from paceline.protocols import Pass, TargetWithHead
 from paceline.types import Tap
 
-_Attending = Attention | LatentAttention
+_AnyAttention = Attention | LatentAttention
 
 
 class LayerStack:
@@ -58,10 +58,10 @@ class LayerStack:
         padded = any(attends_natively(host.dtype, device) for device, _ in runs)
         parts = [(number, device) for number, (device, count) in enumerate(runs) for _ in range(count)]
         self._attentions = [
-            self._attention(config, spec, one, both, padded, *part) if (one := _attending(layer)) else None
+            self._attention(config, spec, one, both, padded, *part) if (one := _attention_of(layer)) else None
             for layer, spec, both, part in zip(layers, plan, mutual or (False,) * len(plan), parts, strict=True)
         ]
-        mixers = [layer.attention for layer in layers]
+        mixers = [layer.mixer for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
         precise = torch.promote_types(host.dtype, torch.float32)
         rotary = config.attention.latent.rotary if config.attention.latent else config.head_dim
@@ -74,13 +74,13 @@ class LayerStack:
             self._parts.append(_PlacedLayers(first, layers[first : first + count], device, self.ropes.index, indices))
         for placed in self._parts:
             if padded and runs_natively(placed.layers, host.dtype):
-                placed.take(self._attentions, ranks)
+                placed.use_kernels(self._attentions, ranks)
         if ranks and not native:
             for layer in layers:  # `Division` supports only layers with both attention and an MLP
                 assert layer.out
                 assert layer.mlp
                 layer.out, layer.mlp = Summed(layer.out, ranks), Summed(layer.mlp, ranks)
-        head_dim = whole(config.head_dim) if padded else config.head_dim
+        head_dim = padded_size(config.head_dim) if padded else config.head_dim
         self._cache_sizes = config.kv_heads, head_dim, host.context_length
 
     @property
@@ -102,7 +102,7 @@ class LayerStack:
     def _attention(
         config: ModelConfig,
         spec: LayerConfig,
-        mixer: _Attending,
+        mixer: _AnyAttention,
         mutual: bool,
         padded: bool,
         part: int,
@@ -111,7 +111,7 @@ class LayerStack:
         """Return the description of a layer's attention that the cache needs."""
         own = config.of(spec)
         scale = config.attention.scale or own.head_dim**-0.5
-        sizes = own.kv_heads, whole(own.head_dim) if padded else own.head_dim
+        sizes = own.kv_heads, padded_size(own.head_dim) if padded else own.head_dim
         heads = sizes if spec.kv_heads or spec.head_dim else None
         return LayerAttention(
             scale,
@@ -148,9 +148,9 @@ class LayerStack:
         end: int,
         ropes: Sequence[Rope],
         view: Pass,
-        entry: Tensor | None = None,
+        mixer_input: Tensor | None = None,
         taps: Sequence[int] = (),
-        given: Tensor | None = None,
+        token_embeddings: Tensor | None = None,
         adapters: Sequence[int] = (),
     ) -> tuple[Tensor, dict[Tap, Tensor]]:
         """Run layers `first` to `end` - 1.
@@ -161,10 +161,10 @@ class LayerStack:
             end: Index after the last layer.
             ropes: The rotary factors of the pass, for all embeddings.
             view: The pass's view of the cache.
-            entry: Input of the first layer's attention, [B, T, *], if it is not the normed stream.
+            mixer_input: Input of the first layer's mixer, [B, T, *], if it is not the normed stream.
             taps: Indices of layers from `first` to `end`, in ascending order. The stream that enters each of them is
                 returned.
-            given: Per-layer token embeddings, [B, T, layers, P] (see `layers.TokenInput`).
+            token_embeddings: Per-layer token embeddings, [B, T, layers, P] (see `layers.TokenInput`).
             adapters: Index of each slot's adapter (see `kernels.low_rank`).
 
         Returns:
@@ -175,9 +175,9 @@ class LayerStack:
             start, stop = max(first, part.first), min(end, part.end)
             if start < stop:
                 inner = [tap for tap in taps if start <= tap < stop]
-                x, found = part.run(x, start, stop, ropes, view, entry, inner, given, adapters)
+                x, found = part.run(x, start, stop, ropes, view, mixer_input, inner, token_embeddings, adapters)
                 states |= {tap: state.to(self._device) for tap, state in found.items()}
-                entry = None
+                mixer_input = None
         x = x.to(self._device)
         return x, states | ({end: x} if end in taps else {})
 
@@ -202,8 +202,8 @@ class _PlacedLayers:
         self._places = [(slab - self._slabs.start, index) for slab, index in own] if slabs else []
         self.native: NativeLayers | None = None
 
-    def take(self, attentions: Sequence[LayerAttention | None], ranks: Ranks | None) -> None:
-        """Hand the layers to the CPU kernels."""
+    def use_kernels(self, attentions: Sequence[LayerAttention | None], ranks: Ranks | None) -> None:
+        """Run the layers on the CPU kernels from now on."""
         own = slice(self.first, self.end)
         self.native = NativeLayers(self.layers, attentions[own], self._places, self._rope_of[own], ranks, self.first)
 
@@ -214,33 +214,33 @@ class _PlacedLayers:
         stop: int,
         ropes: Sequence[Rope],
         view: Pass,
-        entry: Tensor | None,
+        mixer_input: Tensor | None,
         taps: Sequence[int],
-        given: Tensor | None,
+        token_embeddings: Tensor | None,
         adapters: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `LayerStack.run`. Indices of layers count the layers of the whole model."""
-        x, entry = x.to(self.device), None if entry is None else entry.to(self.device)
+        x, mixer_input = x.to(self.device), None if mixer_input is None else mixer_input.to(self.device)
         ropes = [rope and (rope[0].to(self.device), rope[1].to(self.device)) for rope in ropes]
         if self.native and isinstance(view, SlabPass):
             plans, inner = view.plans[self._slabs], [tap - self.first for tap in taps]
-            own = None if given is None else given[:, :, self.first : self.end].to(self.device)
+            own = None if token_embeddings is None else token_embeddings[:, :, self.first : self.end].to(self.device)
             span = start - self.first, stop - self.first
             stateful = view if isinstance(view, StatePass) else None
-            x, found = self.native.run(x, *span, ropes, plans, entry, inner, own, adapters, stateful)
+            x, found = self.native.run(x, *span, ropes, plans, mixer_input, inner, own, adapters, stateful)
             return x, {self.first + tap: state for tap, state in found.items()}
         states = {}
         with adapted_pass(adapters):
             for index in range(start, stop):
                 if index in taps:
                     states[index] = x
-                own = None if given is None else given[:, :, index].to(self.device)
-                x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], view, entry, own)
-                entry = None
+                own = None if token_embeddings is None else token_embeddings[:, :, index].to(self.device)
+                x = self.layers[index - self.first](x, index, ropes[self._rope_of[index]], view, mixer_input, own)
+                mixer_input = None
         return x, states
 
 
-def _attending(layer: Layer) -> _Attending | None:
+def _attention_of(layer: Layer) -> _AnyAttention | None:
     """Return a layer's attention, or None if it has none."""
-    mixer = layer.attention.attention if isinstance(layer.attention, Parallel) else layer.attention
-    return mixer if isinstance(mixer, _Attending) else None
+    mixer = layer.mixer.attention if isinstance(layer.mixer, Parallel) else layer.mixer
+    return mixer if isinstance(mixer, _AnyAttention) else None

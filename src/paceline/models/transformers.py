@@ -72,8 +72,8 @@ class CausalLM:
         self.model, self._wrapper = model.eval(), wrapper
         self.adapters: tuple[str, ...] = mixable(wrapper) if wrapper else ()
         accepted = inspect.signature(model.forward).parameters
-        self._positions = "position_ids" in accepted
-        self._keeps = "logits_to_keep" in accepted
+        self._takes_positions = "position_ids" in accepted
+        self._takes_logits_to_keep = "logits_to_keep" in accepted
         self._config = model.config.get_text_config(decoder=True)
         self._windows = _windows(self._config)
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -95,7 +95,7 @@ class CausalLM:
         """
         reason = None
         targets = dict.fromkeys((self._first_layers(), self))
-        for trees in (True, False) if self._positions and self._windows is not None else (False,):
+        for trees in (True, False) if self._takes_positions and self._windows is not None else (False,):
             for one in targets:
                 one.trees = trees
                 reason = verification_error(one, trees, one._plain)
@@ -142,9 +142,9 @@ class CausalLM:
         return _join([self._pass(one, cache, want, {}) for one in _chains(rows)])
 
     def _pass(self, rows: Rows, cache: KVCache[Cache], want: Want, inputs: dict[str, Any]) -> Forward:
-        if self._positions:
+        if self._takes_positions:
             inputs["position_ids"] = rows.positions
-        if self._keeps and want.logits != "all":
+        if self._takes_logits_to_keep and want.logits != "all":
             inputs["logits_to_keep"] = 1
         numbers = [cache.adapters[slot] for slot in rows.slots]
         run = self.model

@@ -13,8 +13,8 @@ from paceline.types import Draft, Want
 from paceline.verify.tree import pack, with_siblings
 
 _FINE, _COARSE = 1e-2, 0.1
-"""Maximum relative error of logits that rounding can explain, for 32-bit models (with TF32 products) and for 16-bit
-models."""
+"""Maximum relative error of logits that rounding can explain, for 32-bit models (which may multiply in TF32) and for
+16-bit models."""
 
 _LENGTHS, _DEPTH = (8, 13), 4
 """Lengths of the two texts, in tokens, and depth of the draft that is added to each. A small pass takes as long as

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, and the matrix products that are built from them."""
+"""The tensors of a checkpoint, and the linear layers that are built from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.kernels.stored import Stored
 from paceline.models.lazy import Quantised, codes_of, stored_of
 
 _HEAD_BITS = 8
-"""Minimum number of bits of an output head. It is only one of many products, but it decides every token."""
+"""Minimum number of bits of an output head. It is only one of many linear layers, but it decides every token."""
 
 
 class Weights:
     """The tensors of a checkpoint. Modules take them one by one. Shapes are checked, and no tensor may be left over.
 
-    If the tensors are `Quantised`, products hold quantisation codes. Tensors that `get` returns stay floats.
+    If the tensors are `Quantised`, linear layers hold quantisation codes. Tensors that `get` returns stay floats.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Weights:
             tensors: Tensors by name.
             dtype: Dtype of the computation.
             device: Device to which tensors are moved when they are taken.
-            adapters: LoRA adapters. They are not merged, but computed next to the products that they change.
+            adapters: LoRA adapters. They are not merged, but computed next to the linear layers that they change.
 
         Raises:
             InvalidOption: If the weights are quantised and `dtype` is float64.
         """
         self._adapters = adapters
-        self._changes = {(adapter.name, module) for adapter in adapters for module in adapter.factors}
-        """The pairs (adapter, module) that no product has used yet."""
+        self._unused_factors = {(adapter.name, module) for adapter in adapters for module in adapter.factors}
+        """The pairs (adapter, module) that no linear layer has used yet."""
         self._tensors, self.dtype, self.device = tensors, dtype, device
         self._bits = tensors.bits if isinstance(tensors, Quantised) else None
         self.requantises = isinstance(tensors, Quantised) and tensors.requantise
@@ -58,9 +58,9 @@ class Weights:
             raise InvalidOption(
                 "quantised weights do not run in float64", "Use float32 or bfloat16, or leave quantize out"
             )
-        self.precise = torch.float64 if dtype == torch.float64 else torch.float32
+        self.precise_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         # Multi-token-prediction layers ("mtp") are loaded as a drafter, not with the model.
-        self._left = {
+        self._unused = {
             name
             for name in tensors
             if not name.endswith(("rotary_emb.inv_freq", "masked_bias", "self_attn.bias"))
@@ -100,10 +100,10 @@ class Weights:
                 f"{name} has shape {found}, but the config requires {shape}",
                 "Config and weights are from different models. Fetch the model again",
             )
-        self._left.discard(name)
+        self._unused.discard(name)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Tensor | Codes | Stored:
-        """Take the matrix of a product. It consists of floats in the model's dtype, or of codes if the weights are
+        """Take the matrix of a linear layer. It consists of floats in the model's dtype, or of codes if the weights are
         quantised."""
         return self._matrix(name, shape, self._bits)
 
@@ -117,17 +117,18 @@ class Weights:
         Args:
             name: Name of the tensor.
             shape: (vocabulary, width).
-            is_head: True if the product with this matrix is the output head.
+            is_head: True if the matrix is also the output head.
 
         Returns:
-            If there is one, the product of the head, whose rows are the embedding. Otherwise, the file's codes if it
-            has any, because only the rows of a few tokens are read. Otherwise, a tensor of floats in the model's dtype.
+            The output head, whose rows are the embedding, if `is_head` and the CPU kernels run it. Otherwise, the
+            file's codes if it has any, because only the rows of a few tokens are read. Otherwise, a tensor of floats in
+            the model's dtype.
         """
         own = stored_of(self._tensors, name) if self._bits and name in self else None
         is_coded = own is not None and not own.is_float
         if not ((is_coded or (is_head and not self._bits)) and takes_stored(self.dtype, bool(self._bits), self.device)):
             return self.get(name, shape)
-        stored = replace(self._stored(name, shape, self._bits), fewer=False)
+        stored = replace(self._stored(name, shape, self._bits), requantises=False)
         return NativeLinear(stored, None) if is_head else stored
 
     def _matrix(self, name: str, shape: tuple[int, int], bits: int | None) -> Tensor | Codes | Stored:
@@ -140,7 +141,7 @@ class Weights:
         if own is None or not (bits or own.is_float):
             own = Stored.floats(self.get(name, shape, torch.float32 if bits else None), None)
         self._check(name, own.shape, shape)
-        return replace(own, form=(own.form or bits) if bits else self.dtype, fewer=self.requantises)
+        return replace(own, target=(own.target or bits) if bits else self.dtype, requantises=self.requantises)
 
     def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
         """Return an output head that consists of another model's rows. It is quantised if these weights are quantised.
@@ -161,7 +162,7 @@ class Weights:
         return own.to(self.device)
 
     def linear(self, parts: Mapping[str, int], width: int, order: Tensor | None = None) -> Linear:
-        """Build one product for several projections of the same input, including biases.
+        """Build one linear layer for several projections of the same input, including biases.
 
         Args:
             parts: Number of outputs of each projection, by name.
@@ -171,23 +172,23 @@ class Weights:
         weight, bias = self._stacked(parts, width)
         if order is not None:
             weight, bias = weight[order], None if bias is None else bias[order]
-        changes = [self._change(adapter, parts, width) for adapter in self._adapters]
+        factors = [self._factors(adapter, parts, width) for adapter in self._adapters]
         if order is not None:
-            changes = [change and change.ordered(order) for change in changes]
-        return adapted(linear(weight, bias), changes, self.dtype)
+            factors = [own and own.ordered(order) for own in factors]
+        return adapted(linear(weight, bias), factors, self.dtype)
 
-    def _change(self, adapter: Factors, parts: Mapping[str, int], width: int) -> LowRank | None:
-        """Return an adapter's change to a product of these projections. Experts are excluded, because each of them runs
-        on only a few rows."""
+    def _factors(self, adapter: Factors, parts: Mapping[str, int], width: int) -> LowRank | None:
+        """Return an adapter's factors for a linear layer of these projections. Experts are excluded, because each of
+        them runs on only a few rows."""
         found = {name: adapter.factors.get(name) for name in parts if ".experts." not in name}
         for name in (name for name, factors in found.items() if factors):
             adapter.check(name, (parts[name], width))
-            self._changes.discard((adapter.name, name))
+            self._unused_factors.discard((adapter.name, name))
         moved = [factors and (factors[0].to(self.device), factors[1].to(self.device)) for factors in found.values()]
         return LowRank.stacked(moved, list(parts.values()))
 
     def router(self, name: str, shape: tuple[int, int], order: Tensor | None = None) -> Linear:
-        """Build a product that stays in the model's dtype, even if other products are quantised.
+        """Build a linear layer that stays in the model's dtype, even if other linear layers are quantised.
 
         A router is small, and rounding it would change the choice of experts. `linear` describes `order`.
         """
@@ -207,7 +208,7 @@ class Weights:
         out, width = shape[0] * 2 // len(parts), shape[1]
         both = dict.fromkeys(parts, out)
         made = gated(*self._stacked(both, width), activation)
-        adapt_gated(made, [self._change(adapter, both, width) for adapter in self._adapters], self.dtype)
+        adapt_gated(made, [self._factors(adapter, both, width) for adapter in self._adapters], self.dtype)
         return made
 
     def _stacked(self, parts: Mapping[str, int], width: int) -> tuple[Tensor | Codes | Stored, Tensor | None]:
@@ -229,7 +230,7 @@ class Weights:
 
     def skip(self, name: str) -> None:
         """Mark a tensor as known, although it is not used."""
-        self._left.discard(name)
+        self._unused.discard(name)
 
     def finish(self) -> None:
         """Check that every tensor and every change by an adapter was used.
@@ -239,7 +240,7 @@ class Weights:
             AdapterMismatch: If an adapter changes a module that the model does not have.
             UnsupportedModel: If an adapter changes a module for which adapters must be merged.
         """
-        for adapter, module in sorted(self._changes):
+        for adapter, module in sorted(self._unused_factors):
             if module + ".weight" in self._tensors:
                 raise UnsupportedModel(
                     f"the adapter {adapter} changes {module}, which must be the same for all rows of a pass",
@@ -249,10 +250,10 @@ class Weights:
                 f"the adapter {adapter} changes {module}, which this model does not have",
                 "It was trained for another model. Load it with that model",
             )
-        if self._left:
-            some = ", ".join(sorted(self._left)[:3])
+        if self._unused:
+            some = ", ".join(sorted(self._unused)[:3])
             raise CorruptModel(
-                f"the checkpoint holds {len(self._left)} tensors that this architecture does not know ({some}, ...)",
+                f"the checkpoint holds {len(self._unused)} tensors that this architecture does not know ({some}, ...)",
                 "It may be another architecture, or an adapter that must be merged first",
             )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import paceline
 from paceline.checkpoints import loader
 from paceline.errors import InvalidOption
-from paceline.kernels.linear import linear, products
+from paceline.kernels.linear import linear, linear_layers_from
 from paceline.models.cuda_decoder import DeviceDecoder
 from paceline.models.decoder import Decoder
 from paceline.testing import TINY, random_tensors
@@ -65,7 +65,7 @@ class Marked:
 
 def test_the_innermost_block_decides_the_product() -> None:
     weight = torch.eye(3)
-    with products(Marked):  # type: ignore[arg-type]
+    with linear_layers_from(Marked):  # type: ignore[arg-type]
         assert isinstance(linear(weight), Marked)
     assert not isinstance(linear(weight), Marked)
 

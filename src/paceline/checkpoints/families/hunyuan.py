@@ -19,7 +19,7 @@ def _hunyuan(raw: Raw, base: ModelConfig) -> ModelConfig:
     alpha = scaling_of(raw).get("alpha") or 1.0
     check_value("config.json", "rope scaling: alpha", alpha, FACTOR)
     theta = base.rope.theta * alpha ** (base.head_dim / max(1, base.head_dim - 2))
-    norms = NormConfig(base.norms.eps, heads="shared", rotated_first=True)
+    norms = NormConfig(base.norms.eps, heads="shared", qk_norm_after_rope=True)
     return replace(base, rope=replace(base.rope, theta=theta), norms=norms)
 
 

@@ -1,1 +1,1 @@
-"""Decoder layers and matrix products in C++, compiled on the machine they run on."""
+"""Decoder layers and matrix multiplications in C++, compiled on the machine they run on."""

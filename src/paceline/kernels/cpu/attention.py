@@ -1,8 +1,8 @@
 """Attention by the CPU kernels: the C structures of a pass's slots, and the call for one layer.
 
 Native layers (`models.cpu_layers`) compute attention within their own call. The call here is for layers that torch
-computes: a row's bits then do not depend on other rows either, while torch chooses between two orders of summation by
-the size of a product.
+computes. With it, a row's bits do not depend on other rows. With torch's own attention they would, because torch
+chooses between two orders of summation by the size of a matrix multiplication.
 """
 
 from __future__ import annotations
@@ -26,36 +26,40 @@ _WIDEST = 1 << 30
 
 
 class CHeads(Structure):
-    """`Heads` of attention.h."""
+    """The structure `Heads` in attention.h."""
 
-    _fields_ = fields((c_int32, "query kv size"), (c_float, "scale softcap"), (c_void_p, "sinks"))
+    _fields_ = fields((c_int32, "query_heads kv_heads padded_dim"), (c_float, "scale softcap"), (c_void_p, "sinks"))
 
 
 class _CSlot(Structure):
+    """The structure `Slot` in attention.h."""
+
     _fields_ = fields(
         (c_void_p, "keys values"),
         (c_int64, "layer_stride capacity length"),
         (c_int32, "first rows columns skipped store_count copy_count"),
-        (c_void_p, "stores copies visible depth below"),
+        (c_void_p, "stores copies visible row_depth column_depth"),
     )
 
 
 class CView(Structure):
-    """`View` of attention.h."""
+    """The structure `View` in attention.h."""
 
     _fields_ = fields((c_int32, "window chunked kind"), (POINTER(_CSlot), "slots"))
 
 
-class _Attending(Structure):
+class _AttendArguments(Structure):
+    """The structure `AttendArguments` in layers.cpp."""
+
     _fields_ = fields(
         (POINTER(CView), "view"),
         (POINTER(CHeads), "heads"),
-        (c_void_p, "indices q k v mixed"),
-        (c_int32, "slots rows layer size threads"),
+        (c_void_p, "indices q k v output"),
+        (c_int32, "slots rows layer head_dim threads"),
     )
 
 
-def whole(size: int) -> int:
+def padded_size(size: int) -> int:
     """Round a head size up to whole SIMD lanes, as the kernels store heads."""
     return -(-size // LANES) * LANES
 
@@ -71,9 +75,9 @@ class KernelView:
     def __init__(self, plans: Sequence[SlabPlan]) -> None:
         """`plans` of one kind of attention together hold all slots of the pass, in order."""
         rows = plans[0].rows
-        self._firsts = list(accumulate(rows.counts, initial=0))
-        self.count, self.rows = len(rows.slots), self._firsts[-1]
-        self.lines = (c_int64 * self.rows)(*rows.lines)
+        self._first_rows = list(accumulate(rows.counts, initial=0))
+        self.count, self.rows = len(rows.slots), self._first_rows[-1]
+        self.row_indices = (c_int64 * self.rows)(*rows.lines)
         slots = [slot for plan in plans for slot in self._slots(plan)]
         first = plans[0]
         self.c = CView(
@@ -83,11 +87,17 @@ class KernelView:
 
     def _slots(self, plan: SlabPlan) -> Iterator[_CSlot]:
         keys, values = plan.tensors[0], plan.tensors[-1]
-        layer, each, counts = keys.stride(0), keys.stride(1) * keys.element_size(), plan.rows.counts
+        layer_stride, place_bytes, counts = keys.stride(0), keys.stride(1) * keys.element_size(), plan.rows.counts
         for i, place, length, x in zip(plan.members, plan.places, plan.lengths, plan.layouts, strict=True):
             yield _CSlot(
-                *(keys.data_ptr() + place * each, values.data_ptr() + place * each, layer, keys.shape[3], length),
-                *(self._firsts[i], counts[i], len(x.rows), 0, len(x.stores), len(x.copies)),
+                *(
+                    keys.data_ptr() + place * place_bytes,
+                    values.data_ptr() + place * place_bytes,
+                    layer_stride,
+                    keys.shape[3],
+                    length,
+                ),
+                *(self._first_rows[i], counts[i], len(x.rows), 0, len(x.stores), len(x.copies)),
                 *(t.data_ptr() for t in (x.stores, x.copies, x.visible, x.row_depths, x.column_depths)),
             )
 
@@ -122,11 +132,11 @@ def attend(
     stored = plans[0].tensors
     inputs = [x if x is None else x.contiguous() for x in (q, k, None if spec.single else v)]
     b, t, heads, size = q.shape
-    mixed = q.new_empty(b, t, heads * size)
+    output = q.new_empty(b, t, heads * size)
     sinks = None if spec.sinks is None else F.pad(spec.sinks.float(), (0, -heads % LANES)).contiguous()
-    call = _Attending(
-        *(POINTER(CView)(view.c), POINTER(CHeads)(_heads(spec, heads, stored[0], sinks)), addressof(view.lines)),
-        *(None if x is None else x.data_ptr() for x in (*inputs, mixed)),
+    call = _AttendArguments(
+        *(POINTER(CView)(view.c), POINTER(CHeads)(_heads(spec, heads, stored[0], sinks)), addressof(view.row_indices)),
+        *(None if x is None else x.data_ptr() for x in (*inputs, output)),
         *(view.count, view.rows, index, size, torch.get_num_threads()),
     )
     if kernel("paceline_attend", c_void_p, c_int32)(byref(call), FLOAT_KINDS[q.dtype]):
@@ -134,8 +144,8 @@ def attend(
     # A padding row repeats the first row's token. With the same attention output it also chooses the same experts, so a
     # mixture-of-experts layer reads no extra weights.
     for i, count in enumerate(plans[0].rows.counts):
-        mixed[i, count:] = mixed[i, :1]
-    return mixed
+        output[i, count:] = output[i, :1]
+    return output
 
 
 def _heads(spec: LayerAttention, heads: int, keys: Tensor, sinks: Tensor | None) -> CHeads:

@@ -1,4 +1,4 @@
-"""Weight matrices in the layout of `product.h`, with the products and norms that run on the CPU kernels."""
+"""Weight matrices in the layout of `formats.h`, with the linear layers and norms that run on the CPU kernels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LANES = 16
 SMALLER = "Use a shorter prompt, a smaller draft or fewer requests at once"
 """Remedy for a pass that does not fit in memory."""
 
-EIGHT, EIGHT_AND_FLOOR, FOUR_AND_FLOOR, STACKED, WIDE, IQ4_NL = 8, 9, 4, 1, 16, 84
-"""Matrix formats, as numbered by `Kind` in formats.h, which also numbers the formats of GGUF's types."""
+INT8, INT8_OFFSET, INT4_OFFSET, STACKED, BF16, IQ4_NL = 8, 9, 4, 1, 16, 84
+"""Kinds (formats) of matrices, as numbered by `Kind` in formats.h. It also numbers the formats of GGUF's types."""
 
 _UNIT = 256
 """A row width that every kind supports."""
@@ -33,12 +33,12 @@ _UNIT = 256
 GATES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 """Gated activations (`kernels.activations.ACTIVATIONS`), as numbered in functions.h."""
 
-FLOAT_KINDS = {torch.bfloat16: WIDE, torch.float16: 17, torch.float32: 32}
+FLOAT_KINDS = {torch.bfloat16: BF16, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels support -> their kinds."""
-KV_KINDS = {**FLOAT_KINDS, torch.int8: EIGHT}
+KV_KINDS = {**FLOAT_KINDS, torch.int8: INT8}
 """Types of keys and values that the kernels support -> their kinds."""
 _FLOATS_OF = {kind: dtype for dtype, kind in FLOAT_KINDS.items()}
-_CODE_KINDS = {8: EIGHT, 4: FOUR_AND_FLOOR}
+_CODE_KINDS = {8: INT8, 4: INT4_OFFSET}
 
 _PIECE = 1 << 24
 """Bytes to pack before the mapped pages that they come from are released."""
@@ -50,7 +50,7 @@ def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
 
 
 class CMatrix(Structure):
-    """`Matrix` of inputs.h."""
+    """The structure `Matrix` in inputs.h."""
 
     _fields_ = fields((c_int32, "kind out width"), (c_void_p, "weights bias"))
 
@@ -62,11 +62,11 @@ class Matrix:
         self.shape = (weight.shape[0], weight.shape[1])
         self.bias = None if bias is None else F.pad(bias.float(), (0, -len(bias) % LANES)).contiguous()
         if isinstance(weight, Codes):
-            kind = FOUR_AND_FLOOR if weight.bits == 4 else EIGHT if weight.floor is None else EIGHT_AND_FLOOR
+            kind = INT4_OFFSET if weight.bits == 4 else INT8 if weight.offset is None else INT8_OFFSET
             self._parts = [(kind, weight.shape[0], _pack_codes(weight))]
         else:
-            own = weight if isinstance(weight, Stored) else Stored.floats(weight, weight.dtype)
-            self._parts = _pack_stored(own)
+            stored = weight if isinstance(weight, Stored) else Stored.floats(weight, weight.dtype)
+            self._parts = _pack_stored(stored)
         width = -(-self.shape[1] // GROUP) * GROUP
         if len(self._parts) == 1:
             kind, _, packed = self._parts[0]
@@ -79,7 +79,7 @@ class Matrix:
 
     @property
     def kinds(self) -> tuple[int, ...]:
-        """The format of each part."""
+        """The kind of each part."""
         return tuple(kind for kind, _, _ in self._parts)
 
     def weight(self) -> Tensor:
@@ -139,14 +139,14 @@ def _pack_stored(weight: Stored) -> list[tuple[int, int, Tensor]]:
     """
     if len(weight.kinds) == 1:
         return [_pack_run(weight)]
-    wanted = _wanted(weight)
-    converted = [number for number in weight.kinds if _converts(number, weight, wanted)]
+    target = _target_kind(weight)
+    converted = [number for number in weight.kinds if _converts(number, weight, target)]
     labels = np.where(np.isin(weight.types, converted), -1, weight.types)
     blocks = np.pad(labels, (0, -len(labels) % LANES), "edge").reshape(-1, LANES)
     if (blocks != blocks[:, :1]).any():
         codes = quantize(read_rows(weight), 8)
         weight.release()
-        return [(EIGHT, weight.shape[0], _pack_codes(codes))]
+        return [(INT8, weight.shape[0], _pack_codes(codes))]
     borders = [0, *(np.flatnonzero(np.diff(blocks[:, 0])) + 1).tolist(), len(blocks)]
     return [_pack_run(weight[a * LANES : b * LANES]) for a, b in pairwise(borders)]
 
@@ -168,33 +168,33 @@ def block_elements(number: int) -> int:
     return GROUP if _bytes(_kind(number), LANES, GROUP) > 0 else _UNIT
 
 
-def _wanted(weight: Stored) -> int:
+def _target_kind(weight: Stored) -> int:
     """Return the kind to which rows are converted, or 0 if all rows keep their type."""
-    if weight.form is None:
+    if weight.target is None:
         return 0
-    if weight.fewer and weight.form == 4:
+    if weight.requantises and weight.target == 4:
         return fewest_bits()
-    return _CODE_KINDS[weight.form] if isinstance(weight.form, int) else FLOAT_KINDS[weight.form]
+    return _CODE_KINDS[weight.target] if isinstance(weight.target, int) else FLOAT_KINDS[weight.target]
 
 
 def fewest_bits() -> int:
     """Return the kind for matrices of draft models.
 
-    It is IQ4_NL, which has half a bit less than `FOUR_AND_FLOOR`, if the processor has byte dot products. Without them,
+    It is IQ4_NL, which has half a bit less than `INT4_OFFSET`, if the processor has byte dot products. Without them,
     IQ4_NL is slower.
     """
     return int(kernel("paceline_fewest_bits")())
 
 
-def _converts(number: int, weight: Stored, wanted: int) -> bool:
-    """Return True if rows of this ggml type are converted to `wanted`.
+def _converts(number: int, weight: Stored, target: int) -> bool:
+    """Return True if rows of this ggml type are converted to the kind `target`.
 
-    Floats always are. Codes are only if `weight.fewer` is set and they take more bytes.
+    Floats are always converted. Codes are converted only if `weight.requantises` is set and they take more bytes.
     """
     if number in FLOATS.values():
         return True
-    most = FOUR_AND_FLOOR if wanted == IQ4_NL else wanted
-    return weight.fewer and _bytes(_kind(number), LANES, _UNIT) > _bytes(most, LANES, _UNIT) > 0
+    most = INT4_OFFSET if target == IQ4_NL else target
+    return weight.requantises and _bytes(_kind(number), LANES, _UNIT) > _bytes(most, LANES, _UNIT) > 0
 
 
 def _bytes(kind: int, out: int, width: int) -> int:
@@ -207,11 +207,11 @@ def _bytes(kind: int, out: int, width: int) -> int:
 def _pack_run(weight: Stored) -> tuple[int, int, Tensor]:
     """Pack rows that all have the same type or are all converted. Return their kind, their number and packed bytes."""
     (out, width), first = weight.shape, int(weight.types[0])
-    wanted = _wanted(weight)
-    kind, whole = _kind(first), width
-    if _converts(first, weight, wanted):
-        kind, whole = wanted, -(-width // GROUP) * GROUP
-    block = _bytes(kind, LANES, whole)
+    target = _target_kind(weight)
+    kind, padded_width = _kind(first), width
+    if _converts(first, weight, target):
+        kind, padded_width = target, -(-width // GROUP) * GROUP
+    block = _bytes(kind, LANES, padded_width)
     if block <= 0:
         raise CorruptModel(
             f"ggml type {first} does not support a matrix of {out} x {width}", "Download the model file again"
@@ -246,7 +246,7 @@ def read_rows(weight: Stored) -> Tensor:
 def _pack_codes(weight: Codes) -> Tensor:
     """Pack codes as uint8 [blocks, groups, bytes].
 
-    A group consists of its codes in fours with a lane for each output, then 16 scales, then 16 floors if there are any.
+    A group consists of its codes in fours with a lane for each output, then 16 scales, and 16 offsets if there are any.
     With 4 bits, the low half of each byte is a code of the group's first half.
     """
     spare = -weight.shape[0] % LANES
@@ -255,7 +255,7 @@ def _pack_codes(weight: Codes) -> Tensor:
     if weight.bits == 4:
         fours = fours[:, :, :4] | fours[:, :, 4:] << 4
     parts = [fours.flatten(2)]
-    for numbers in (weight.scale, weight.floor):
+    for numbers in (weight.scale, weight.offset):
         if numbers is not None:
             lanes = F.pad(numbers.half(), (0, 0, 0, spare)).unflatten(0, (-1, LANES)).transpose(1, 2)
             parts.append(lanes.contiguous().view(torch.uint8))
@@ -271,7 +271,10 @@ def check_rows(x: Tensor, width: int) -> None:
 
 
 class NativeLinear:
-    """A `kernels.linear.Linear` on the CPU for rows of any float dtype. bfloat16 weights round the rows to bfloat16."""
+    """A linear layer (`kernels.linear.Linear`) on the CPU, for rows of any float dtype.
+
+    With bfloat16 weights, the rows are rounded to bfloat16.
+    """
 
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None) -> None:
         self.matrix = Matrix(weight, bias)
@@ -281,34 +284,34 @@ class NativeLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, x.dtype == torch.bfloat16).to(x.dtype)
+        return self._multiply(x, x.dtype == torch.bfloat16).to(x.dtype)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         if not x.dtype == residual.dtype == torch.bfloat16:
             return residual + self(x)
-        return self._product(x, True, residual.contiguous())
+        return self._multiply(x, True, residual.contiguous())
 
     def precise(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Compute the product in float32.
+        """Return x W^T + b in float32.
 
         Args:
             x: [..., in].
             rows: Indices into x viewed as [rows, in], int64; None computes all rows. All other rows of the result are
                 undefined.
         """
-        return self._product(x, False, rows=rows)
+        return self._multiply(x, False, rows=rows)
 
     def weight(self) -> Tensor:
         return self.matrix.weight()
 
     def first(self, outputs: int) -> NativeLinear:
-        """Return the product for at most the first `outputs`, without copying weights."""
+        """Return a linear layer with at most the first `outputs` outputs, without copying weights."""
         part = copy(self)
         part.matrix = self.matrix.first(outputs)
         return part
 
-    def _product(self, x: Tensor, narrow: bool, residual: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-        """Compute the product, in bfloat16 if `narrow`, else in float32."""
+    def _multiply(self, x: Tensor, narrow: bool, residual: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+        """Return x W^T + b (+ residual), in bfloat16 if `narrow`, else in float32."""
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
         width = self.matrix.shape[1]
         check_rows(x, width)
@@ -319,29 +322,35 @@ class NativeLinear:
             *(None if rows is None else rows.data_ptr(), count),
             *(y.data_ptr(), not narrow, None if residual is None else residual.data_ptr(), torch.get_num_threads()),
         ):
-            raise OutOfMemory(f"there is no memory for a product of {count} rows", SMALLER)
+            raise OutOfMemory(f"there is no memory for a matrix multiplication of {count} rows", SMALLER)
         return y
 
 
 class NativeGated:
-    """`kernels.linear.gated` on the CPU. Blocks of 16 gate and 16 up outputs alternate, so that one kernel sees
-    both."""
+    """Gated linear layers (`kernels.linear.gated`) on the CPU.
+
+    Attributes:
+        linear: Computes the gate and up projections together. Blocks of 16 gate and 16 up outputs alternate, so that
+            one kernel sees both.
+        order: For each output of `linear`, its row in the stacked projections.
+        out: Number of outputs of each projection.
+    """
 
     def __init__(self, weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> None:
         """Pack `weight` [2 * out, in], the gate projection followed by the up projection."""
         self.out, self.activation = weight.shape[0] // 2, activation
-        whole = -(-self.out // LANES) * LANES  # the padding repeats the last output, and is never used
-        one = torch.arange(whole).clamp(max=self.out - 1)
-        self.order = torch.stack([one, one + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
-        self.both: Any = NativeLinear(weight[self.order], None if bias is None else bias[self.order])
+        padded = -(-self.out // LANES) * LANES  # the padding repeats the last output, and is never used
+        gate = torch.arange(padded).clamp(max=self.out - 1)
+        self.order = torch.stack([gate, gate + self.out]).view(2, -1, LANES).transpose(0, 1).flatten()
+        self.linear: Any = NativeLinear(weight[self.order], None if bias is None else bias[self.order])
 
     def __call__(self, x: Tensor) -> Tensor:
-        both = self.both.precise(x)
-        blocks = both.shape[-1] // 2 // LANES
-        y = both.new_empty(*x.shape[:-1], blocks * LANES)
+        gate_up = self.linear.precise(x)
+        blocks = gate_up.shape[-1] // 2 // LANES
+        y = gate_up.new_empty(*x.shape[:-1], blocks * LANES)
         run = kernel("paceline_gated", c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
         rows = y.numel() // y.shape[-1]
-        run(both.data_ptr(), GATES[self.activation], rows, blocks, y.data_ptr(), torch.get_num_threads())
+        run(gate_up.data_ptr(), GATES[self.activation], rows, blocks, y.data_ptr(), torch.get_num_threads())
         gated: Tensor = y[..., : self.out].to(x.dtype)
         return gated
 
