@@ -138,14 +138,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
     """Return a function that returns the matrix kernels under given environment variables."""
 
     def under(dtype: Any = torch.bfloat16, **env: str) -> Runner:
-        build._found.cache_clear()
+        build._library_or_error.cache_clear()
         with monkeypatch.context() as context:
             for name, value in env.items():
                 context.setenv(name, value)
             return runner_of(torch.device("cpu"), dtype)
 
     yield under
-    build._found.cache_clear()
+    build._library_or_error.cache_clear()
 
 
 def test_info_names_the_matrix_kernels_and_the_remedy(

@@ -235,7 +235,7 @@ def test_without_a_compiler_the_error_says_what_to_install(empty_cache: Path, mo
     monkeypatch.setenv("PATH", str(empty_cache))
     with pytest.raises(InvalidOption, match=r"need a C\+\+ compiler, .* apt install g\+\+"):
         find()
-    assert isinstance(build._found.__wrapped__(), InvalidOption)
+    assert isinstance(build._library_or_error.__wrapped__(), InvalidOption)
 
 
 @pytest.mark.parametrize("how", ["absent", "fails"])
@@ -246,7 +246,7 @@ def test_a_broken_compiler_is_quoted(empty_cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", broken)
     with pytest.raises(InvalidOption, match=r"could not compile .*(no such standard|No such file).* another compiler"):
         find()
-    assert isinstance(build._found.__wrapped__(), InvalidOption)
+    assert isinstance(build._library_or_error.__wrapped__(), InvalidOption)
     assert not list((empty_cache / "cache").iterdir()), "nothing half-built stays behind"
 
 
@@ -255,7 +255,7 @@ def test_a_library_that_cannot_be_loaded_is_skipped(empty_cache: Path, monkeypat
     text = 'while [ "$1" != -o ]; do shift; done; echo rubbish > "$2"'
     monkeypatch.setenv("CXX", script(empty_cache / "odd", text))
     assert find().read_text() == "rubbish\n"
-    assert isinstance(build._found.__wrapped__(), InvalidOption)
+    assert isinstance(build._library_or_error.__wrapped__(), InvalidOption)
 
 
 @pytest.mark.skipif(len(available()) < 2, reason="this processor has one instruction set")
@@ -317,7 +317,7 @@ def test_an_instruction_set_is_the_one_that_is_named_else_the_best(monkeypatch: 
         with pytest.raises(
             InvalidOption, match=rf"PACELINE_ISA is {name}, .*{cause}.* one of {', '.join(available())}"
         ):
-            build._found.__wrapped__()
+            build._library_or_error.__wrapped__()
 
 
 def test_two_processes_may_build_at_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_two_processes_may_build_at_once(empty_cache: Path, monkeypatch: pytest.
 
 def test_native_0_finds_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NATIVE", "0")
-    assert "PACELINE_NATIVE is 0" in str(build._found.__wrapped__())
+    assert "PACELINE_NATIVE is 0" in str(build._library_or_error.__wrapped__())
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from paceline.kernels.cuda.table import SPLIT
 
 HALF, FLOAT, INT = "*bf16", "*fp32", "*i32"
 POINTERS = dict.fromkeys(("q", "keys", "values", "out", "x", "weight", "bias", "residual"), HALF)
-POINTERS |= dict.fromkeys(("parts", "peaks", "sums"), FLOAT)
+POINTERS |= dict.fromkeys(("partials", "max_scores", "denominators"), FLOAT)
 POINTERS |= dict.fromkeys(("places", "paths", "lengths", "depths"), INT)
 SCALARS = {"scale": "fp32", "softcap": "fp32"}
 
@@ -63,8 +63,8 @@ def main() -> None:
         name = f"{heads} heads of {size}"
         shape = {"HEADS": heads, "KV": kv, "D": size, "WIDE": size, "SPLIT": SPLIT}
         sizes = {"CAPPED": flag, "WINDOWED": flag, "BLOCK": kernels.BLOCK, "TILE": kernels.TILE}
-        found[f"share of {name}"] = compiled(kernels._share, shape | sizes)
-        found[f"join of {name}"] = compiled(kernels._join, shape | {"WINDOWED": flag})
+        found[f"split of {name}"] = compiled(kernels._attend_split, shape | sizes)
+        found[f"merge of {name}"] = compiled(kernels._merge_splits, shape | {"WINDOWED": flag})
     print(json.dumps(found))
 
 

@@ -45,9 +45,9 @@ def using(instructions: InstructionSet) -> Iterator[None]:
     lib = build.library() and loaded(library_for(instructions))
     with pytest.MonkeyPatch.context() as patch:
         if lib:
-            patch.setattr(build, "_found", update_wrapper(lambda: lib, build._found.__wrapped__))
+            patch.setattr(build, "_library_or_error", update_wrapper(lambda: lib, build._library_or_error.__wrapped__))
         # These cache a function of a library.
-        for kept in (noise._native, delta._run):
+        for kept in (noise._native, delta._kernel):
             patch.setattr(sys.modules[kept.__module__], kept.__name__, cache(kept.__wrapped__))
         yield
 

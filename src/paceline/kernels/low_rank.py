@@ -81,10 +81,10 @@ class LowRank:
         Returns:
             The combined factors, or None if the adapter changes none of the projections.
         """
-        held = [part for part in parts if part]
-        if not held:
+        changed = [part for part in parts if part]
+        if not changed:
             return None
-        a = torch.cat([a for a, _ in held])
+        a = torch.cat([a for a, _ in changed])
         b, row, rank = a.new_zeros(sum(outputs), len(a)), 0, 0
         for part, out in zip(parts, outputs, strict=True):
             if part:

@@ -21,6 +21,6 @@ def test_the_kernels_compile_for_a_hopper_gpu() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert all(facts["stack"] == 0 for facts in found.values()), f"registers are spilled: {found}"
-    loops = [name for name in found if "join" not in name]
+    loops = [name for name in found if "merge" not in name]
     assert all(found[name]["copies ahead"] for name in loops), f"loads are not pipelined: {found}"
     assert all(found[name]["matrix units"] for name in loops), f"no tensor cores: {found}"

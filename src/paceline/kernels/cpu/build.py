@@ -33,12 +33,12 @@ SETS = sets_of(platform.machine())
 
 def library() -> ctypes.CDLL | None:
     """Return the compiled kernels, or None if they are not available (`obstacle` gives the reason)."""
-    return found if isinstance(found := _found(), ctypes.CDLL) else None
+    return result if isinstance(result := _library_or_error(), ctypes.CDLL) else None
 
 
 def obstacle() -> InvalidOption | None:
     """Return the error that keeps the kernels from being used, or None if they are available."""
-    return found if isinstance(found := _found(), InvalidOption) else None
+    return result if isinstance(result := _library_or_error(), InvalidOption) else None
 
 
 def kernel(name: str, *argtypes: type) -> Any:
@@ -49,7 +49,7 @@ def kernel(name: str, *argtypes: type) -> Any:
 
 
 @cache
-def _found() -> ctypes.CDLL | InvalidOption:
+def _library_or_error() -> ctypes.CDLL | InvalidOption:
     """Return the library, or the error if there is none. The result is cached, since a failing compiler is slow."""
     if os.environ.get("PACELINE_NATIVE") == "0":
         return InvalidOption("PACELINE_NATIVE is 0")
@@ -129,8 +129,8 @@ def compiled(instructions: InstructionSet) -> Path:
 def library_path(instructions: InstructionSet) -> Path:
     """Return the path in the cache of the library for these instructions. The file may not exist yet."""
     # The name contains the machine and the compiler, because several machines may share a home folder.
-    of = fingerprint(flags_of(instructions), _compiler(), platform.machine())
-    return cache_folder() / f"native-{instructions.name}-{of}.so"
+    suffix = fingerprint(flags_of(instructions), _compiler(), platform.machine())
+    return cache_folder() / f"native-{instructions.name}-{suffix}.so"
 
 
 def instruction_set() -> InstructionSet:

@@ -12,6 +12,8 @@ from paceline.kernels.cpu.matrix import fields
 
 
 class _ShortConvolution(Structure):
+    """The structure `ShortConvolution` in convolution.h."""
+
     _fields_ = fields((c_int32, "rows width channels activated"), (c_void_p, "before entries weight bias history out"))
 
 
@@ -34,8 +36,8 @@ def convolve(
     """
     width, channels = weight.shape
     out = torch.empty(len(history), channels, dtype=torch.float32, device="cpu")
-    held = [None if x is None else x.contiguous() for x in (before, entries, weight, bias, history)]
-    addresses = (None if x is None else x.data_ptr() for x in held)
+    inputs = [None if x is None else x.contiguous() for x in (before, entries, weight, bias, history)]
+    addresses = (None if x is None else x.data_ptr() for x in inputs)
     call = _ShortConvolution(len(history), width, channels, activated, *addresses, out.data_ptr())
     kernel("paceline_convolve", POINTER(_ShortConvolution), c_int32)(byref(call), torch.get_num_threads())
     return out

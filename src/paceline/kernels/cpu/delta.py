@@ -16,6 +16,8 @@ from paceline.kernels.cpu.matrix import SMALLER, fields
 
 
 class _Delta(Structure):
+    """The structure `Delta` in delta.h."""
+
     _fields_ = fields(
         (c_int32, "heads key_heads keys values tiled rows start"),
         (c_void_p, "parents before q k v decay beta changes out after"),
@@ -23,7 +25,7 @@ class _Delta(Structure):
 
 
 @cache
-def _run() -> Any:
+def _kernel() -> Any:
     return kernel("paceline_delta", POINTER(_Delta), c_int32)
 
 
@@ -103,14 +105,14 @@ def _call(
     tiled: bool,
 ) -> None:
     matrix, changes = matrix.contiguous(), changes.contiguous()
-    held = [None if x is None else x.contiguous() for x in inputs]
+    inputs = [None if x is None else x.contiguous() for x in inputs]
     (heads, keys, values), key_heads = matrix.shape, k.shape[1]
-    numbers = (c_int32 * len(parents))(*parents)
+    parent_array = (c_int32 * len(parents))(*parents)
     delta = _Delta(heads, key_heads, keys, values, tiled, len(parents), start)
-    delta.parents = addressof(numbers)
-    for name, x in zip(("q", "k", "v", "decay", "beta"), held, strict=True):
+    delta.parents = addressof(parent_array)
+    for name, x in zip(("q", "k", "v", "decay", "beta"), inputs, strict=True):
         setattr(delta, name, None if x is None else x.data_ptr())
     delta.before, delta.changes, delta.out = matrix.data_ptr(), changes.data_ptr(), out.data_ptr()
     delta.after = None if after is None else after.data_ptr()
-    if _run()(byref(delta), torch.get_num_threads()):
+    if _kernel()(byref(delta), torch.get_num_threads()):
         raise OutOfMemory(f"there is no memory for the states of {len(parents)} rows", SMALLER)

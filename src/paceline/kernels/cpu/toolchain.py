@@ -60,8 +60,8 @@ def sets_of(machine: str) -> dict[str, InstructionSet]:
 
 def flags_of(instructions: InstructionSet, system: str | None = None) -> tuple[str, ...]:
     """Return the compiler flags for this system, or for another one named as by `platform.system`."""
-    own = () if (system or platform.system()) == "Windows" else ("-fPIC", "-pthread")
-    return (*_FLAGS, *own, *instructions.flags)
+    system_flags = () if (system or platform.system()) == "Windows" else ("-fPIC", "-pthread")
+    return (*_FLAGS, *system_flags, *instructions.flags)
 
 
 def compile_command(compiler: Sequence[str], flags: Sequence[str], to: Path) -> list[str]:

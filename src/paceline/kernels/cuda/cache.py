@@ -154,8 +154,8 @@ def _targets(slab: Tensor, table: RowTable) -> Tensor:
 def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
     """Compute attention of each row over its slot's committed prefix, its ancestors and itself.
 
-    The keys and values of these rows must already be stored. On CUDA a Triton kernel runs, and elsewhere plain
-    products.
+    The keys and values of these rows must already be stored. On CUDA a Triton kernel runs, and elsewhere
+    `reference`.
 
     Args:
         q: [B, T, heads, D].
@@ -176,41 +176,41 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: Layer
 
 
 def reference(q: Tensor, keys: Tensor, values: Tensor, table: RowTable, spec: LayerAttention) -> Tensor:
-    """Compute the same as `attend` with masked products over the whole slab.
+    """Compute the same as `attend` with masked matrix multiplications over the whole slab.
 
     No shape depends on a length, so a graph can record it.
     """
     b, t, heads, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    group = heads // keys.shape[1]
-    k, v = (x[table.places.long()].to(wide).repeat_interleave(group, 1) for x in (keys, values))
+    group_size = heads // keys.shape[1]
+    k, v = (x[table.places.long()].to(wide).repeat_interleave(group_size, 1) for x in (keys, values))
     scores = q.to(wide).transpose(1, 2) @ k.transpose(2, 3) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    unseen = ~visible(table, keys.shape[2], spec.window, spec.chunked)[:, None]
-    scores = scores.masked_fill(unseen, -math.inf)
+    hidden = ~visible(table, keys.shape[2], spec.window, spec.chunked)[:, None]
+    scores = scores.masked_fill(hidden, -math.inf)
     if spec.sinks is not None:
         scores = torch.cat([scores, spec.sinks.to(wide).view(1, heads, 1, 1).expand(b, heads, t, 1)], -1)
-    mixed = scores.softmax(-1)[..., : keys.shape[2]] @ v
-    return mixed.transpose(1, 2).reshape(b, t, -1).to(q.dtype)
+    out = scores.softmax(-1)[..., : keys.shape[2]] @ v
+    return out.transpose(1, 2).reshape(b, t, -1).to(q.dtype)
 
 
 def visible(table: RowTable, capacity: int, window: int | None, chunked: bool = False) -> Tensor:
     """Return the columns that each row attends to, bool [B, T, capacity]."""
-    lengths, deep, paths = table.lengths.long(), table.depths.long(), table.paths.long()
-    here = (lengths[:, None] + deep)[..., None]
+    lengths, depths, paths = table.lengths.long(), table.depths.long(), table.paths.long()
+    here = (lengths[:, None] + depths)[..., None]
     nearest = passed_by(here, window, chunked) if window else torch.full_like(here, -1)
     last = lengths[:, None] - 1
     # A column holds the last position before `length` that maps to it.
     prefix = (last - (last - torch.arange(capacity, device=lengths.device)) % capacity)[:, None]
-    seen = (prefix >= 0) & (prefix > nearest)
+    visible_prefix = (prefix >= 0) & (prefix > nearest)
     depth = torch.arange(table.reach, device=lengths.device)
     there = lengths[:, None, None] + depth
-    kept = (depth <= deep[..., None]) & (there > nearest)
-    columns = torch.where(kept, (lengths[:, None, None] + paths) % capacity, capacity)
+    attended = (depth <= depths[..., None]) & (there > nearest)
+    columns = torch.where(attended, (lengths[:, None, None] + paths) % capacity, capacity)
     # The rows may have overwritten columns of the prefix. A ring is long enough that these columns have left the
     # window.
-    return torch.cat([seen, seen[..., :1]], -1).scatter(2, columns, True)[..., :capacity]
+    return torch.cat([visible_prefix, visible_prefix[..., :1]], -1).scatter(2, columns, True)[..., :capacity]
 
 
 def _attend_prompt(q: Tensor, keys: Tensor, values: Tensor, place: int, length: int, spec: LayerAttention) -> Tensor:
@@ -220,11 +220,11 @@ def _attend_prompt(q: Tensor, keys: Tensor, values: Tensor, place: int, length: 
     begin = max(0, length + 1 - spec.window) if spec.window else 0
     column = torch.arange(begin, length + t, device=q.device)
     here = torch.arange(length, length + t, device=q.device)[:, None]
-    seen = column <= here
+    mask = column <= here
     if spec.window:
-        seen &= column > passed_by(here, spec.window, spec.chunked)
+        mask &= column > passed_by(here, spec.window, spec.chunked)
     k, v = (x[place].index_select(1, column % x.shape[2])[None] for x in (keys, values))
-    mixed = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, seen, scale=spec.scale, enable_gqa=heads != keys.shape[1]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, mask, scale=spec.scale, enable_gqa=heads != keys.shape[1]
     )
-    return mixed.transpose(1, 2).reshape(1, t, heads * d)
+    return out.transpose(1, 2).reshape(1, t, heads * d)
