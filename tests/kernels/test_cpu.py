@@ -173,10 +173,10 @@ def test_codes_give_by_torch_what_the_kernels_give(kernels: None, bits: int) -> 
 
 
 @needs_kernels
-def test_a_product_without_memory_names_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_layer_without_memory_names_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _, _ = make("8 bits", 16, 32)
     ours._run = lambda *arguments: 1  # type: ignore[assignment]
-    with pytest.raises(OutOfMemory, match="product of 3 rows") as caught:
+    with pytest.raises(OutOfMemory, match="matrix multiplication of 3 rows") as caught:
         ours(random(3, 32))
     assert is_out_of_memory(caught.value)
 

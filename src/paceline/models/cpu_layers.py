@@ -280,7 +280,7 @@ def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
     return dtype in FLOAT_KINDS and attends and all(map(_native_parts, layers)) and library() is not None
 
 
-class _Network(NamedTuple):
+class _NativeMLP(NamedTuple):
     """A feed-forward network, or an expert.
 
     Attributes:
@@ -312,7 +312,7 @@ class _NativeParts(NamedTuple):
     mixer: Attention | DeltaNet
     qkv: NativeLinear
     out: NativeLinear
-    networks: list[_Network]
+    networks: list[_NativeMLP]
     moe: Mixture | None
     router: NativeLinear | None
     shared_gate: NativeLinear | None
@@ -347,7 +347,7 @@ def _native_parts(layer: Layer) -> _NativeParts | None:
     return _NativeParts(mixer, qkv, out, networks, moe, router, shared_gate, token_gate, token_out)
 
 
-def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_Network] | None:
+def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeMLP] | None:
     """Return the networks of a layer, or None if the kernels cannot run them.
 
     The kernels require that all experts have the same type and shape, and do not apply adapters to experts.
@@ -359,7 +359,7 @@ def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_Network
             return None
         if are_experts and not (gated.linear is pair[0] and one.down is pair[1]):
             return None
-        networks.append(_Network(gated, pair[0], pair[1]))
+        networks.append(_NativeMLP(gated, pair[0], pair[1]))
     matrices = [(one.gate_up.matrix, one.down.matrix) for one in networks]
     kinds = {(gate_up.c.kind, down.c.kind, gate_up.shape, down.shape) for gate_up, down in matrices}
     return networks if len(kinds) == 1 else None
