@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.figures import ratio_of_sums
-from paceline.bench.replay.prices import Free
+from paceline.bench.replay.prices import FreePrices
 from paceline.bench.replay.run import Replayer
 from paceline.checkpoints.head_files import holds_head, open_head
 from paceline.checkpoints.head_fit import fits
@@ -182,7 +182,7 @@ def test_a_head_of_another_model_is_no_start(pupil: Pupil) -> None:
     assert teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))["switched"]
 
 
-class Fixed(Free):
+class Fixed(FreePrices):
     """Costs on a machine where a pass takes one second and drafting takes no time."""
 
     def round(self, rows: int, before: Sequence[int]) -> float:
@@ -205,7 +205,7 @@ def test_a_head_trained_on_traffic_makes_new_prompts_faster(tmp_path: Path) -> N
         def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
             replayer = Replayer(llm.model, Fixed(), timer=lambda: 0.0)
             drafters = [open_drafter(name, llm.model) for name in (drafter, other)]
-            return ratio_of_sums(*(replayer.run(held, one, DraftBudget.chain(4)).shares for one in drafters))
+            return ratio_of_sums(*(replayer.run(held, one, DraftBudget.chain(4)).reply_seconds for one in drafters))
 
         job = job_for("demo", model.target.vocab_size, 1 << 30)
         job = replace(job, vocabulary=4096, plan=replace(job.plan, epochs=1.25))

@@ -277,9 +277,9 @@ def test_a_reply_takes_what_its_parts_cost() -> None:
     assert stats.seconds["prefill"] == pytest.approx(0.9)
     assert stats.seconds["draft"] == pytest.approx(4 * 2 * 4)
     assert stats.seconds["verify"] == pytest.approx(4 * (10 + 5) + 20 * 0.5)
-    assert fed.seconds == pytest.approx(sum(stats.seconds.values())) == pytest.approx(sum(fed.shares))
+    assert fed.seconds == pytest.approx(sum(stats.seconds.values())) == pytest.approx(sum(fed.reply_seconds))
     assert fed.rows == 4 * 5
-    assert fed.drafting == [8.0] * 4
+    assert fed.draft_seconds == [8.0] * 4
     slow = ticking(replies, DraftBudget.chain(4), 1.5, 1.1).stats[0].seconds
     assert slow["draft"] == pytest.approx(1.5 * 4 * 8)
     assert slow["verify"] == pytest.approx(1.1 * 4 * (10 + 5) + 20 * 0.5)

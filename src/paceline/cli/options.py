@@ -310,9 +310,9 @@ def parse_draft_vocab(text: str) -> int | str:
 
 def parse_draft(text: str) -> DraftBudget | Literal["auto"]:
     """Parse the value of --draft. Raise `InvalidOption` if it is not valid."""
-    from paceline.drafters.factory import parse_size
+    from paceline.drafters.factory import parse_budget
 
-    size: DraftBudget | Literal["auto"] | None = "auto" if text == "auto" else parse_size(text)
+    size: DraftBudget | Literal["auto"] | None = "auto" if text == "auto" else parse_budget(text)
     if size is None:
         raise InvalidOption(
             f"--draft must be auto, a number or NODESxDEPTHxBRANCH, got {text!r}", "Write 5 or 16x4x2, for example"

@@ -395,7 +395,7 @@ def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options)
     return _with_head(ExitConfig(sizes.hidden, count), {}, target, options)
 
 
-def parse_size(text: str) -> DraftBudget | None:
+def parse_budget(text: str) -> DraftBudget | None:
     """Parse a draft size, LENGTH or NODESxDEPTHxBRANCH.
 
     Returns:

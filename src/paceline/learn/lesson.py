@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.figures import ratio_of_sums
-from paceline.bench.replay.predict import Candidate, Predictor, measured
+from paceline.bench.replay.predict import Candidate, Predictor, measure_prices
 from paceline.checkpoints.head_files import holds_head, open_head
 from paceline.checkpoints.head_fit import fits
 from paceline.errors import PacelineError
@@ -117,6 +117,6 @@ def job_for(target: str, vocab_size: int, disk: int) -> TrainJob:
 
 def replayed(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
     """Compare two drafters over recorded replies (see `Compare`), with prices measured on this machine."""
-    predictor = Predictor(llm.model, measured(llm.model, held[0], 1))
-    old, new = (predictor.predict(Candidate(name), held).replayed.shares for name in (drafter, other))
+    predictor = Predictor(llm.model, measure_prices(llm.model, held[0], 1))
+    old, new = (predictor.predict(Candidate(name), held).replayed.reply_seconds for name in (drafter, other))
     return ratio_of_sums(old, new)
