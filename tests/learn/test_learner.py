@@ -13,7 +13,7 @@ import pytest
 
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
-from paceline.files.jsonl import older
+from paceline.files.jsonl import older_file
 from paceline.learn import learner as learner_module
 from paceline.learn.folder import LEAST_HELD, forget, open_folder, pupil_of, pupils
 from paceline.learn.learner import Learner, LearningPlan
@@ -96,11 +96,11 @@ def test_traffic_stays_within_its_bound_and_is_private(tmp_path: Path) -> None:
     sizes = []
     for seed in range(30):
         llm.generate("hello", max_new_tokens=24, temperature=1.0, seed=seed)
-        files = [path for path in (recorder.path, older(recorder.path)) if path.exists()]
+        files = [path for path in (recorder.path, older_file(recorder.path)) if path.exists()]
         assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
         sizes.append(sum(path.stat().st_size for path in files))
     assert limit // 2 < max(sizes) <= limit
-    kept = [reply.sampling.seed for path in (older(recorder.path), recorder.path) for reply in Recording(path)]
+    kept = [reply.sampling.seed for path in (older_file(recorder.path), recorder.path) for reply in Recording(path)]
     assert kept == [*range(30)][-len(kept) :], "the oldest must go first"
 
 

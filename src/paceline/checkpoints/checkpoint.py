@@ -18,7 +18,7 @@ from paceline.checkpoints.tensor_names import translated
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
 from paceline.files.reading import MIB, library_errors, map_file, read_json, read_json_if_exists
-from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
+from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, format_value
 from paceline.kernels.stored import FLOATS, Stored
 from paceline.models.lazy import LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | Non
     for name, file in where.items():
         # Shards must be in the index's folder. A name that contains folders could read any file on the machine.
         if Path(file).name != file or not file.isprintable() or len(file.encode()) > _LONGEST_NAME:
-            raise CorruptModel(f"{index} names the shard {shown(file)}, which is not a file name", _AGAIN)
+            raise CorruptModel(f"{index} names the shard {format_value(file)}, which is not a file name", _AGAIN)
         shards.setdefault(path / file, []).append(name)
     return {file: tuple(names) for file, names in shards.items()}
 

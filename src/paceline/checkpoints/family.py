@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoints.gguf_metadata import Config, Metadata
-from paceline.files.schema import EXPERT_COUNT, FLAG, NULL, ROWS, FieldKind, each, listed, whole
+from paceline.files.schema import EXPERT_COUNT, FLAG, NULL, ROWS, FieldKind, each, integer, list_of
 from paceline.models.config import ModelConfig
 
 Raw = Mapping[str, Any]
@@ -53,8 +53,8 @@ MIXTURE_KEYS: Mapping[str, FieldKind] = {
     **each(EXPERT_COUNT, "num_experts", "num_local_experts", "num_experts_per_tok"),
     "moe_intermediate_size": ROWS,
     "norm_topk_prob": FLAG,
-    "decoder_sparse_step": whole(1),
-    "mlp_only_layers": listed(whole()) | NULL,
+    "decoder_sparse_step": integer(1),
+    "mlp_only_layers": list_of(integer()) | NULL,
 }
 """Config keys of a mixture of experts, under the names that most families use."""
 
@@ -67,7 +67,7 @@ class GGUFLayout:
         architecture: Name of the architecture, the value of "general.architecture".
         names: GGUF name of a part of a layer -> its Hugging Face name.
         experts: The same for parts that stack all experts along the first dimension. The expert's index replaces "{}".
-        whole: The same for names that do not end in ".weight" or ".bias".
+        exact_names: The same for full names, which do not end in ".weight" or ".bias".
         top: The same for tensors outside of layers, in addition to the names that all architectures share.
         interleaved: True if, in query and key rows, the two elements of each rotary pair are adjacent. Hugging Face
             stores all first elements before all second elements.
@@ -83,7 +83,7 @@ class GGUFLayout:
     architecture: str
     names: Names = field(default_factory=lambda: LAYER)
     experts: Names = field(default_factory=dict)
-    whole: Names = field(default_factory=dict)
+    exact_names: Names = field(default_factory=dict)
     top: Names = field(default_factory=dict)
     interleaved: bool = False
     shifted: bool = False

@@ -19,7 +19,7 @@ from paceline.checkpoints.gguf_codes import BITS, gguf_codes
 from paceline.checkpoints.gguf_header import TensorEntry, count_tokens, read_header
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.gguf_names import parts_of
-from paceline.files.reading import Mapped, map_file
+from paceline.files.reading import MappedFile, map_file
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import packs
 from paceline.kernels.quantize import Codes, quantize
@@ -194,13 +194,13 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
 
 
-def _read(path: Path, mapped: Mapped) -> GGUFFile:
+def _read(path: Path, mapped: MappedFile) -> GGUFFile:
     file = _read_part(path, mapped)
     count = file.fields.get("split.count", 1)
     return _joined(file, count) if isinstance(count, int) and count > 1 else file
 
 
-def _read_part(path: Path, mapped: Mapped) -> GGUFFile:
+def _read_part(path: Path, mapped: MappedFile) -> GGUFFile:
     _check_start(path, mapped.buffer[:24])
     with _damage_named(path):
         header = read_header(mapped.buffer)
@@ -234,7 +234,7 @@ def _joined(first: GGUFFile, count: int) -> GGUFFile:
     return GGUFFile(path, first.fields, tensors)
 
 
-def _tensor(name: str, entry: TensorEntry, mapped: Mapped) -> GGUFTensor:
+def _tensor(name: str, entry: TensorEntry, mapped: MappedFile) -> GGUFTensor:
     """Return a tensor of the file. Raise `ValueError` if the file cannot contain such a tensor."""
     kind, count = _type(entry.number), math.prod(entry.shape)
     if not entry.shape or not count:

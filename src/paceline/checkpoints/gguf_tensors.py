@@ -134,8 +134,8 @@ def _hf_names(name: str, tensor: GGUFTensor, layout: GGUFLayout) -> dict[str, GG
         return {top: tensor}
     block, _, rest = name.partition(".")
     layer, _, rest = rest.partition(".")
-    if block == "blk" and rest in layout.whole:
-        return {f"model.layers.{layer}.{layout.whole[rest]}": tensor}
+    if block == "blk" and rest in layout.exact_names:
+        return {f"model.layers.{layer}.{layout.exact_names[rest]}": tensor}
     part, _, kind = rest.rpartition(".")
     if block != "blk" or kind not in ("weight", "bias"):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT
+from paceline.files.schema import FIX_INVALID_FILE
 from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
 
 Raw = Mapping[str, Any]
@@ -42,7 +42,7 @@ def read_types(
             f"Use a model whose layers are {' or '.join(known)}",
         )
     if len(types) != base.layers:
-        raise CorruptModel(f"{key} names {len(types)} of {base.layers} layers", CORRECT)
+        raise CorruptModel(f"{key} names {len(types)} of {base.layers} layers", FIX_INVALID_FILE)
     return types
 
 
@@ -78,7 +78,7 @@ def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Call
     `default`."""
     types = read_types(raw.get("layer_types"), base, (FULL, SLIDING), lambda i: SLIDING if default(i) else FULL)
     if window is None and SLIDING in types:
-        raise CorruptModel("layer_types names sliding layers, but the config has no sliding_window", CORRECT)
+        raise CorruptModel("layer_types names sliding layers, but the config has no sliding_window", FIX_INVALID_FILE)
     return [window if kind == SLIDING else None for kind in types]
 
 
@@ -94,7 +94,7 @@ def rotates_by_interval(raw: Raw, base: ModelConfig) -> list[bool]:
     every = raw["no_rope_layer_interval"]
     rotates = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(base.layers)]
     if len(rotates) < base.layers:
-        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", CORRECT)
+        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", FIX_INVALID_FILE)
     return [bool(one) for one in rotates[: base.layers]]
 
 

@@ -21,7 +21,7 @@ from paceline.checkpoints.tensor_names import module_name
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
 from paceline.files.reading import library_errors, read_json
-from paceline.files.schema import ADAPTER, shown
+from paceline.files.schema import ADAPTER, format_value
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import LazyTensors, codes_of, shape_of, stored_of
@@ -108,14 +108,14 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
     """
     found = []
     for pattern, value in (given or {}).items():
-        plain = pattern.replace("(?:", "(")
+        plain, shown = pattern.replace("(?:", "("), format_value(pattern)
         costs = len(re.findall(r"[*+?{(]", plain))
         if costs > _MAX_COSTS or "(?" in plain or re.search(r"\)[*+?{]", plain) or len(plain) > _LONGEST_PATTERN:
             raise UnsupportedModel(
-                f"{path / ADAPTER_CONFIG} uses the pattern {shown(pattern)}, which could take very long to match",
+                f"{path / ADAPTER_CONFIG} uses the pattern {shown}, which could take very long to match",
                 f"Name the modules, or use at most {_MAX_COSTS} groups and repetitions, and no repeated group",
             )
-        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)}", _AGAIN):
+        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown}", _AGAIN):
             found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
     return tuple(found)
 
@@ -145,7 +145,7 @@ class LoraAdapter:
     Attributes:
         changes: Module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
             "bias") -> name in the file.
-        whole: Name of a base model's tensor -> name, in the adapter's file, of the tensor that replaces it.
+        replacements: Name of a base model's tensor -> name, in the adapter's file, of the tensor that replaces it.
     """
 
     def __init__(self, path: Path, base: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
@@ -164,7 +164,7 @@ class LoraAdapter:
         self.path, self.rules = path, MergeRules(path)
         self.tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
         self.changes: dict[str, dict[str, str]] = {}
-        self.whole: dict[str, str] = {}
+        self.replacements: dict[str, str] = {}
         self._trained: dict[str, str] = {}
         """Module -> its name in the adapter's files. The patterns in the config refer to these names."""
         for key in self.tensors:
@@ -176,7 +176,7 @@ class LoraAdapter:
                 self.changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
             elif ".original_module." not in name:  # skip the original version of a replaced tensor
                 module, _, kind = _WRAPPED.sub("", name).rpartition(".")
-                self.whole[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
+                self.replacements[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
         if not self.changes:
             raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
         for module in self.changes:
@@ -225,8 +225,8 @@ class LoraAdapter:
         kinds = {"bias": "has biases of its own", "lora_embedding_A": "changes an embedding"}
         kinds["lora_magnitude_vector"] = "is weight-decomposed (DoRA)"
         reasons = [reason for part, reason in kinds.items() if part in parts]
-        if self.whole:
-            reasons.append(f"replaces {next(iter(self.whole))}")
+        if self.replacements:
+            reasons.append(f"replaces {next(iter(self.replacements))}")
         if reasons:
             raise UnsupportedModel(
                 f"the adapter {self.path} {' and '.join(reasons)}, which must be the same for all rows of a pass",
@@ -275,7 +275,7 @@ class Merged(LazyTensors):
         return None if self._changed(name) else stored_of(self._base, name)
 
     def _changed(self, name: str) -> bool:
-        changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
+        changed = name in self._adapter.replacements or name.rpartition(".")[0] in self._adapter.changes
         return changed or (name == HEAD and self._untied)
 
     def mostly_codes(self) -> bool:
@@ -284,19 +284,19 @@ class Merged(LazyTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. It is the shape in the base model, unless the adapter replaces the tensor."""
         source = EMBEDDING if name == HEAD and self._untied else name
-        if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
+        if source in self._adapter.replacements or name in self._adapter.replacements or source not in self._base:
             return tuple(self[name].shape)
         return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
         """Return a tensor before products are added to it: the base model's tensor, or the tensor that replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
-        if name not in self._adapter.whole:
+        if name not in self._adapter.replacements:
             # A replaced embedding does not affect a tied head. However, if the embedding also has products, it was
             # replaced only to resize it, so it replaces the tied head too.
-            resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
-            return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
-        tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
+            resized = source in self._adapter.replacements and self._adapter.changes.get(source.removesuffix(".weight"))
+            return self._adapter.tensors[self._adapter.replacements[source]] if resized else self._base[source]
+        tensor, held = self._adapter.tensors[self._adapter.replacements[name]], self._base[source]
         fixed = slice(1, None) if name in (EMBEDDING, HEAD) else slice(None)
         if tensor.dim() != held.dim() or tensor.shape[fixed] != held.shape[fixed]:
             raise self._adapter.misfit(name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
@@ -323,7 +323,7 @@ class Merged(LazyTensors):
     def _with_bias(self, module: str, key: str) -> Tensor:
         name, change = module + ".bias", self._adapter.tensors[key]
         change = change.to(torch.promote_types(change.dtype, torch.float32)) * self._adapter.scale_of(module)
-        if name not in self._base and name not in self._adapter.whole:
+        if name not in self._base and name not in self._adapter.replacements:
             return change
         bias = self._start(name)
         if bias.shape != change.shape:
@@ -352,11 +352,13 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     adapter = LoraAdapter(path, base.config, allow_pickle=allow_pickle)
     tied = ties_head(base.config)
     names = {*base.tensors, *([HEAD] if tied else [])}
-    for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):
+    for name in (*adapter.replacements, *(module + ".weight" for module in adapter.changes)):
         if name not in names:
             raise adapter.misfit(name.removesuffix(".weight"), f"{base.path} has no such module")
     touched = {
-        name for name in (EMBEDDING, HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
+        name
+        for name in (EMBEDDING, HEAD)
+        if name in adapter.replacements or name.removesuffix(".weight") in adapter.changes
     }
     untied = tied and bool(touched) and not (adapter.rules.keeps_tie and EMBEDDING in touched)
     config = base.config | ({"tie_word_embeddings": False} if untied else {})
@@ -368,7 +370,11 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
 def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
     """Return the new `vocab_size` as an entry of the config, if tokens were added before training. The adapter then
     replaces embedding and head."""
-    rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
+    rows = {
+        name: adapter.tensors[adapter.replacements[name]].shape[0]
+        for name in (EMBEDDING, HEAD)
+        if name in adapter.replacements
+    }
     if all(count == size for count in rows.values()):
         return {}
     if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):

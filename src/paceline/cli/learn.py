@@ -41,11 +41,11 @@ def _show(folder: Path, as_json: bool) -> None:
     import json
 
     from paceline.cli.show import amount
-    from paceline.files.jsonl import older
+    from paceline.files.jsonl import older_file
     from paceline.learn.folder import described, pupils
 
     for pupil in pupils(folder):
-        files = [path for path in (older(pupil.traffic), pupil.traffic) if path.exists()]
+        files = [path for path in (older_file(pupil.traffic), pupil.traffic) if path.exists()]
         size, state = sum(path.stat().st_size for path in files), pupil.status()
         if as_json:
             training = pupil.lesson.exists()

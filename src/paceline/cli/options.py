@@ -17,7 +17,7 @@ from paceline.cli.commands import option, options_of
 from paceline.cli.show import ignored_line, sampling_line
 from paceline.cli.wrapping import say
 from paceline.errors import InvalidOption
-from paceline.files.garbage import uncollected
+from paceline.files.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,7 +173,7 @@ def follows() -> bool:
 
 def import_torch() -> None:
     """Import torch with the garbage collector paused. Collections would free nothing, but take a tenth of the time."""
-    with uncollected():
+    with gc_paused():
         import torch  # noqa: F401
 
 

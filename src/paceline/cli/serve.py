@@ -424,11 +424,11 @@ def _pull(
 
     from paceline.files.gguf_names import parts_of
     from paceline.files.hub import hub_gguf
-    from paceline.files.names import hub_name, similar
+    from paceline.files.names import hub_name, similar_names
 
     if not (hub := hub_name(name.removesuffix(":latest"))):
         raise ModelNotFound(
-            f"there is no model {name!r:.200}", f"Use {' or '.join(similar(name)) or 'a hub id like owner/name'}"
+            f"there is no model {name!r:.200}", f"Use {' or '.join(similar_names(name)) or 'a hub id like owner/name'}"
         )
     memory = psutil.virtual_memory().total if most is None else most
     path = hub_gguf(*hub, quiet=True, most=memory / _IN_MEMORY, token=False, progress=progress)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidOption, PacelineError
-from paceline.files.jsonl import older, replace_with
-from paceline.files.sole import sole_user
+from paceline.files.folder_lock import lock_folder
+from paceline.files.jsonl import older_file, replace_with
 from paceline.recording.file import Recording
 from paceline.recording.rows import RecordedReply
 
@@ -39,7 +39,7 @@ class Pupil:
 
     @property
     def traffic(self) -> Path:
-        """Recording of the latest replies. The older half is in `older(traffic)`."""
+        """Recording of the latest replies. The older half is in `older_file(traffic)`."""
         return self.folder / "traffic.jsonl"
 
     @property
@@ -95,7 +95,7 @@ class Pupil:
 
     def replies(self) -> list[RecordedReply]:
         """Return the recorded replies, oldest first. Skip a damaged file."""
-        return [*_replies(older(self.traffic)), *_replies(self.traffic)]
+        return [*_replies(older_file(self.traffic)), *_replies(self.traffic)]
 
     def drop_lesson(self) -> None:
         """Delete the remains of a lesson."""
@@ -166,7 +166,7 @@ def forget(folder: Path) -> None:
     """
     folder = folder.expanduser()
     pupils(folder)
-    with sole_user(folder):
+    with lock_folder(folder):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

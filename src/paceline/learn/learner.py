@@ -22,8 +22,8 @@ from paceline.drafters.suffix import Suffix
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.request import Request
 from paceline.errors import InvalidData, PacelineError
-from paceline.files.jsonl import older
-from paceline.files.sole import sole_user
+from paceline.files.folder_lock import lock_folder
+from paceline.files.jsonl import older_file
 from paceline.learn.folder import Pupil, open_folder, pupil_of
 from paceline.llm import LLM
 from paceline.models.held import held_bytes
@@ -155,7 +155,7 @@ def _recorder(pupil: Pupil, llm: LLM, limit: int) -> ReplyRecorder | None:
         except InvalidData as error:
             _LOG.warning("the recorded traffic is dropped: %s", error)
             pupil.drop_lesson()
-            for path in (pupil.traffic, older(pupil.traffic)):
+            for path in (pupil.traffic, older_file(pupil.traffic)):
                 path.unlink(missing_ok=True)
             return ReplyRecorder(pupil.traffic, llm.model, limit)
     except (InvalidData, OSError) as error:
@@ -189,7 +189,7 @@ class Learner(Closable):
         self._thread = threading.Thread(target=self._run, name="paceline-learner", daemon=True)
         folder = open_folder(plan.folder)
         self._open = ExitStack()
-        self._open.enter_context(sole_user(folder))
+        self._open.enter_context(lock_folder(folder))
         named: Sequence[str | None] = keys or [None]
         self._keys = [_Key(i, pupil_of(folder, key), llm, plan, len(named)) for i, key in enumerate(named)]
         for key in self._keys:

@@ -15,7 +15,7 @@ from paceline.checkpoints.head_fit import fingerprint, same_target
 from paceline.checkpoints.loader import Loaded
 from paceline.engine.request import Request
 from paceline.errors import CannotWrite, InvalidData
-from paceline.files.jsonl import LONGEST, BoundedJournal, Journal, JsonlFile
+from paceline.files.jsonl import MAX_LINE_BYTES, BoundedJournal, Journal, JsonlFile
 from paceline.protocols import Closable, TargetWithHead
 from paceline.recording.rows import ENDS, RecordedReply, RecordingHeader, parse_header, parse_reply, seeded
 from paceline.sampling.parameters import Sampling
@@ -121,7 +121,7 @@ def _begun(path: Path) -> RecordingHeader | None:
     if not path.exists() or not path.stat().st_size:
         return None
     with path.open("rb") as file:
-        line = file.readline(LONGEST)
+        line = file.readline(MAX_LINE_BYTES)
     if not line.endswith(b"\n") and line.startswith(b'{"paceline_recording"'):
         return None
     try:

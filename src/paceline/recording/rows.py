@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from paceline.errors import InvalidOption
-from paceline.files.schema import NULL, OBJECT, TEXT, FieldKind, number, whole
+from paceline.files.schema import NULL, OBJECT, TEXT, FieldKind, integer, number
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.thinking import ThinkingBudget
@@ -98,7 +98,7 @@ def _to_json(sampling: Sampling) -> dict[str, Any]:
     return row
 
 
-_ID = whole(0, 2**31 - 1)
+_ID = integer(0, 2**31 - 1)
 _LIST = FieldKind("a list of token ids", lambda x: isinstance(x, list), "lists of token ids")
 _HEADER = {
     **dict.fromkeys(("model", "version"), TEXT),
@@ -106,15 +106,15 @@ _HEADER = {
         "two hexadecimal numbers with a colon between them",
         lambda x: isinstance(x, str) and re.fullmatch("[0-9a-f]{1,64}:[0-9a-f]{1,4096}", x) is not None,
     ),
-    "vocab_size": whole(1, 2**24),
-    "context_length": whole(1, 2**40),
+    "vocab_size": integer(1, 2**24),
+    "context_length": integer(1, 2**40),
     "quantize": TEXT | NULL,
 }
 _REPLY = {
     **dict.fromkeys(("prompt", "reply"), _LIST),
     "finish": FieldKind(f"one of {', '.join(ENDS)}", lambda x: x in ENDS),
     "sampling": OBJECT,
-    "sample": whole(0, 2**31 - 1),
+    "sample": integer(0, 2**31 - 1),
     "started": number(0, 1e12),
 }
 
@@ -156,8 +156,8 @@ def _check(row: Mapping[str, Any], kinds: Mapping[str, FieldKind]) -> None:
     for name, kind in kinds.items():
         if name not in row:
             raise ValueError(f"{name!r} is missing")
-        if not kind.holds(row[name]):
-            raise ValueError(f"{name!r} must be {kind.what}, got {json.dumps(row[name])[:40]}")
+        if not kind.accepts(row[name]):
+            raise ValueError(f"{name!r} must be {kind.singular}, got {json.dumps(row[name])[:40]}")
 
 
 def _token_ids(name: str, ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:

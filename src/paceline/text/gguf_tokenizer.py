@@ -105,7 +105,7 @@ def _splitter_of(fields: Fields) -> Splitter:
 
 def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
-    model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
+    model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.ignore_merges)
     backend = Tokenizer(model)
     backend.pre_tokenizer = splitter.build()
     backend.decoder = decoders.ByteLevel()

@@ -8,7 +8,7 @@ from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
 from paceline.checkpoints.layer_plans import FULL, SLIDING, windows_but_every
-from paceline.files.schema import BASE, FACTOR, TEXT, whole
+from paceline.files.schema import BASE, FACTOR, TEXT, integer
 from paceline.models.config import AttentionConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.rope import read_rope
 
@@ -90,7 +90,7 @@ _KEYS = {
     "hidden_activation": TEXT,
     "query_pre_attn_scalar": FACTOR,
     "rope_local_base_freq": BASE,
-    "sliding_window_pattern": whole(1),
+    "sliding_window_pattern": integer(1),
 }
 _DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",

@@ -16,8 +16,8 @@ from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Metadata, b
 from paceline.checkpoints.layer_plans import FULL, SLIDING, read_types
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import (
-    CORRECT,
     EXPERT_COUNT,
+    FIX_INVALID_FILE,
     FLAG,
     LAYERS,
     MOST_ROWS,
@@ -29,7 +29,7 @@ from paceline.files.schema import (
     check,
     check_value,
     each,
-    whole,
+    integer,
 )
 from paceline.models.config import AttentionConfig, LayerConfig, MixtureConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.rope import read_rope
@@ -54,7 +54,9 @@ def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
     if raw["enable_moe_block"]:
         sizes = [raw[key] for key in ("num_experts", "top_k_experts", "moe_intermediate_size")]
         if None in sizes:
-            raise CorruptModel("num_experts, top_k_experts and moe_intermediate_size must be whole numbers", CORRECT)
+            raise CorruptModel(
+                "num_experts, top_k_experts and moe_intermediate_size must be whole numbers", FIX_INVALID_FILE
+            )
         experts = MixtureConfig(*sizes, normalised=True, with_dense=True)
     return replace(
         base,
@@ -77,7 +79,7 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
     # A model without keys of its own is an assistant, which reads the target's keys (`assistant.py`).
     if own and not {*types[own:]} <= {*types[: max(0, own)]}:
         raise CorruptModel(
-            f"{raw['num_kv_shared_layers']} layers share keys, but no other layer has keys to share", CORRECT
+            f"{raw['num_kv_shared_layers']} layers share keys, but no other layer has keys to share", FIX_INVALID_FILE
         )
     sizes = _sizes(raw, base, types)
     ropes = {kind: _rope(raw, kind, sizes[types.index(kind)]["head_dim"]) for kind in {*types}}
@@ -208,8 +210,8 @@ _GGUF = GGUFLayout(
     read=_read,
     keys={
         **each(SIZE, "attention.key_length_swa", "rope.dimension_count_swa"),
-        "embedding_length_per_layer_input": whole(0, 2**16),
-        "attention.shared_kv_layers": whole(0, LAYERS),
+        "embedding_length_per_layer_input": integer(0, 2**16),
+        "attention.shared_kv_layers": integer(0, LAYERS),
     },
     own_sizes=True,
 )
@@ -250,14 +252,14 @@ FAMILIES = (
         },
         {
             "hidden_activation": TEXT,
-            "sliding_window": whole(1),
+            "sliding_window": integer(1),
             "rope_parameters": OBJECT,
             **each(SIZE | NULL, "global_head_dim", "num_global_key_value_heads"),
             "use_bidirectional_attention": TEXT | NULL,
-            "hidden_size_per_layer_input": whole(0, 2**16) | NULL,
-            "vocab_size_per_layer_input": whole(0, MOST_ROWS),
+            "hidden_size_per_layer_input": integer(0, 2**16) | NULL,
+            "vocab_size_per_layer_input": integer(0, MOST_ROWS),
             **each(FLAG, "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
-            "num_kv_shared_layers": whole(0, LAYERS),
+            "num_kv_shared_layers": integer(0, LAYERS),
             "per_layer_config": OBJECT | NULL,
             **each(EXPERT_COUNT | NULL, "num_experts", "top_k_experts"),
             "moe_intermediate_size": ROWS | NULL,

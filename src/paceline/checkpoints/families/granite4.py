@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from paceline.checkpoints.families.granite import DEFAULTS, KEYS, granite, read_factors
 from paceline.checkpoints.families.mamba2 import (
+    MAMBA_EXACT_NAMES,
     MAMBA_LAYER,
-    MAMBA_WHOLE,
     PREFIXED,
     PREFIXED_KEYS,
     TINY_STATE,
@@ -17,7 +17,7 @@ from paceline.checkpoints.families.mamba2 import (
 from paceline.checkpoints.family import Family, GGUFLayout, Raw, experts_named, shared_expert_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
 from paceline.checkpoints.layer_plans import read_types
-from paceline.files.schema import EXPERT_COUNT, EXPERTS, ROWS, whole
+from paceline.files.schema import EXPERT_COUNT, EXPERTS, ROWS, integer
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig
 
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
@@ -89,7 +89,7 @@ FAMILIES = (
         {
             **PREFIXED_KEYS,
             **KEYS,
-            "num_local_experts": whole(0, EXPERTS),
+            "num_local_experts": integer(0, EXPERTS),
             "num_experts_per_tok": EXPERT_COUNT,
             "shared_intermediate_size": ROWS,
         },
@@ -105,7 +105,7 @@ FAMILIES = (
                 "granitehybrid",
                 {**MAMBA_LAYER, "ffn_gate_inp": "block_sparse_moe.router.layer", **shared_expert_named("mlp")},
                 experts_named("block_sparse_moe.experts"),
-                MAMBA_WHOLE,
+                MAMBA_EXACT_NAMES,
                 interleaved=True,
                 read=_read,
                 uneven=True,

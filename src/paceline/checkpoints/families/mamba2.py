@@ -8,7 +8,7 @@ from typing import Any
 from paceline.checkpoints.family import LAYER, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.errors import UnsupportedModel
-from paceline.files.schema import EPS, HEAD_COUNT, NULL, FieldKind, each, listed, whole
+from paceline.files.schema import EPS, HEAD_COUNT, NULL, FieldKind, each, integer, list_of
 from paceline.models.config import LayerConfig, Mamba2Config, ModelConfig, NormConfig
 
 MIXER_NAMES = {
@@ -35,7 +35,7 @@ MAMBA_LAYER = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
-MAMBA_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+MAMBA_EXACT_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 PREFIXED: dict[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
@@ -47,10 +47,10 @@ PREFIXED: dict[str, Any] = {
 """Default sizes of states, under the keys of Bamba's configs."""
 PREFIXED_KEYS: dict[str, FieldKind] = {
     **each(HEAD_COUNT, "mamba_n_heads", "mamba_n_groups"),
-    "mamba_d_state": whole(1, 4096),
-    "mamba_d_conv": whole(1, 64),
-    "mamba_expand": whole(1, 64),
-    "mamba_d_head": whole(1, 4096) | FieldKind('"auto"', lambda value: value == "auto", '"auto"'),
+    "mamba_d_state": integer(1, 4096),
+    "mamba_d_conv": integer(1, 64),
+    "mamba_expand": integer(1, 64),
+    "mamba_d_head": integer(1, 4096) | FieldKind('"auto"', lambda value: value == "auto", '"auto"'),
 }
 TINY_STATE = {
     "num_attention_heads": 4,
@@ -151,13 +151,13 @@ FAMILIES = (
         },
         {
             **each(HEAD_COUNT, "num_heads", "n_groups"),
-            **each(whole(1, 4096), "head_dim", "state_size"),
-            "conv_kernel": whole(1, 64),
+            **each(integer(1, 4096), "head_dim", "state_size"),
+            "conv_kernel": integer(1, 64),
             "layer_norm_epsilon": EPS,
         },
         _mamba2,
         names=MIXER_NAMES,
-        gguf=(GGUFLayout("mamba2", MAMBA_LAYER, whole=MAMBA_WHOLE, read=_read),),
+        gguf=(GGUFLayout("mamba2", MAMBA_LAYER, exact_names=MAMBA_EXACT_NAMES, read=_read),),
         goldens={
             "mamba-2": {"num_attention_heads": 4, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2},
             "mamba-2 with biases, one group": {
@@ -175,7 +175,7 @@ FAMILIES = (
         "bamba",
         "Bamba",
         {**PREFIXED, "attn_layer_indices": None, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-        {**PREFIXED_KEYS, "attn_layer_indices": listed(whole()) | NULL},
+        {**PREFIXED_KEYS, "attn_layer_indices": list_of(integer()) | NULL},
         _bamba,
         names=BAMBA_NAMES,
         goldens={"bamba": {**TINY_STATE, "attn_layer_indices": [1]}},

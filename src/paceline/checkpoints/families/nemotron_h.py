@@ -8,7 +8,7 @@ from functools import partial
 
 from paceline.checkpoints.families.deepseek import BIAS
 from paceline.checkpoints.families.granite4 import ATTENTION, MAMBA
-from paceline.checkpoints.families.mamba2 import MAMBA_LAYER, MAMBA_WHOLE, MIXER_NAMES, read_state, state_of
+from paceline.checkpoints.families.mamba2 import MAMBA_EXACT_NAMES, MAMBA_LAYER, MIXER_NAMES, read_state, state_of
 from paceline.checkpoints.family import Family, GGUFLayout, Raw, experts_named, shared_expert_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
 from paceline.checkpoints.layer_plans import read_types
@@ -25,8 +25,8 @@ from paceline.files.schema import (
     ROWS,
     TEXT,
     each,
-    listed,
-    whole,
+    integer,
+    list_of,
 )
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, NormConfig
 
@@ -104,10 +104,10 @@ _GGUF = GGUFLayout(
     "nemotron_h",
     {**MAMBA_LAYER, "ffn_gate_inp": "mlp.gate", **shared_expert_named("mlp.shared_experts")},
     experts_named("mlp.experts"),
-    {**MAMBA_WHOLE, **BIAS},
+    {**MAMBA_EXACT_NAMES, **BIAS},
     interleaved=True,
     read=_read,
-    keys={"moe_latent_size": whole(0, MOST_ROWS)},
+    keys={"moe_latent_size": integer(0, MOST_ROWS)},
     uneven=True,
 )
 _TINY = {
@@ -153,12 +153,12 @@ FAMILIES = (
         },
         {
             **each(HEAD_COUNT, "n_groups", "mamba_num_heads"),
-            **each(whole(1, 4096), "head_dim", "ssm_state_size", "mamba_head_dim"),
-            "conv_kernel": whole(1, 64),
+            **each(integer(1, 4096), "head_dim", "ssm_state_size", "mamba_head_dim"),
+            "conv_kernel": integer(1, 64),
             "layer_norm_epsilon": EPS,
-            "layers_block_type": listed(TEXT) | NULL,
+            "layers_block_type": list_of(TEXT) | NULL,
             "hybrid_override_pattern": TEXT | NULL,
-            "n_routed_experts": whole(0, EXPERTS),
+            "n_routed_experts": integer(0, EXPERTS),
             **each(EXPERT_COUNT, "num_experts_per_tok", "n_shared_experts", "n_group"),
             **each(ROWS, "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
             "moe_latent_size": ROWS | NULL,

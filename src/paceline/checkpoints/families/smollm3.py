@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
 from paceline.checkpoints.layer_plans import layer_windows, layered, rotates_by_interval
-from paceline.files.schema import FLAG, NULL, listed, whole
+from paceline.files.schema import FLAG, NULL, integer, list_of
 from paceline.models.config import ModelConfig
 
 
@@ -30,8 +30,8 @@ FAMILIES = (
         },
         {
             "use_sliding_window": FLAG | NULL,
-            "no_rope_layers": listed(whole(0, 1)) | NULL,
-            "no_rope_layer_interval": whole(1),
+            "no_rope_layers": list_of(integer(0, 1)) | NULL,
+            "no_rope_layer_interval": integer(1),
         },
         _smollm3,
         gguf=(GGUFLayout("smollm3", interleaved=True),),
