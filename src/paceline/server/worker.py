@@ -313,7 +313,7 @@ class Worker:
             raise Busy(f"the server is full: {len(self._replies)} replies are running or waiting")
         learner = self.learner
         if learner:
-            learner.wake()
+            learner.interrupt()
         speculation = job.speculation or (learner.speculation(job.key) if learner else self.default_for(job.adapter))
         _ = self.llm.engine.policies[speculation.drafter]
 
