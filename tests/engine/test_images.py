@@ -47,7 +47,7 @@ def prompt(*images: EncodedImage, tail: int = 5) -> ImagePrompt:
 def _seamless(target: Decoder) -> Engine:
     """Return an engine that can split prompts anywhere, as with the CPU kernels."""
     engine = Engine(target)
-    engine.seamless = True
+    engine.chunk_invariant = True
     return engine
 
 

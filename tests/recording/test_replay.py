@@ -15,7 +15,7 @@ from paceline.bench.replay.run import Replayed, Replayer, Slowdown
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.cross import SharedTokenDrafter, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -51,7 +51,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix that remembers": lambda: Suffix(remember=True),
     "the model itself": lambda: DraftModel(TOY, 37),
     "another model": lambda: DraftModel(OTHER, 37),
-    "another model with its own tokenizer": lambda: SharedTokens(FOREIGN),
+    "another model with its own tokenizer": lambda: SharedTokenDrafter(FOREIGN),
     "another model's text": lambda: TextDrafter(FOREIGN),
     "eagle-3": lambda: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),

@@ -22,7 +22,7 @@ from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
 from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.engine.draft_policy import OFF, Speculation
+from paceline.engine.draft_policy import SPECULATION_OFF, Speculation
 from paceline.engine.engine import Engine
 from paceline.engine.reading_pace import ReadingPace
 from paceline.engine.request import Request
@@ -103,7 +103,7 @@ def test_concurrent_replies_equal_single_replies() -> None:
 
     async def work() -> list[list[int]]:
         replies = [
-            Reading(worker, job(llm, prompt, how, OFF if i % 3 == 0 else None))
+            Reading(worker, job(llm, prompt, how, SPECULATION_OFF if i % 3 == 0 else None))
             for i, (prompt, how) in enumerate(zip(prompts, samplings, strict=True))
         ]
         return await asyncio.gather(*(reply.tokens() for reply in replies))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline import acceptance_step, residual
 from paceline.errors import InvalidOption
-from paceline.sampling.noise import ACCEPT, Noise
+from paceline.sampling.noise import ACCEPT_STREAM, Noise
 from paceline.types import Draft, Verdict
 from paceline.verify import rejection
 from paceline.verify.rejection import RoundChance, Shaped, block_walk, rejection_walk
@@ -427,7 +427,7 @@ def test_invalid_tokens_and_invalid_u_are_errors(token: int, u: float) -> None:
 def test_the_step_and_the_walks_agree_on_the_boundary(seed: int, share: float) -> None:
     """`RoundChance.accept` is the same comparison as the public step's, with the same kind of u."""
     chance = RoundChance(Noise(seed), 5)
-    u = chance.noise.stream(ACCEPT, 5).uniform(1)
+    u = chance.noise.stream(ACCEPT_STREAM, 5).uniform(1)
     p = torch.tensor([share, 1 - share]).double()
     assert chance.accept(share) == bool(acceptance_step(p, torch.tensor([1.0, 0.0]).double(), 0, u))
     assert RoundChance(Noise(seed), 5).accept(1.0)

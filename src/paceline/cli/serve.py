@@ -447,7 +447,7 @@ def _open_worker(
 ) -> Worker:
     """Load a model with its drafters. The first drafter is the default."""
     from paceline.drafters.factory import FOUND, spec_name
-    from paceline.engine.draft_policy import OFF
+    from paceline.engine.draft_policy import SPECULATION_OFF
     from paceline.server.worker import Worker
 
     off = model.drafter == "none"
@@ -459,7 +459,7 @@ def _open_worker(
     if server.record:
         recorders.append(llm.record(server.record))
     learner = _learner(llm, model, server) if server.learn else None
-    return Worker(llm, limits.worker_limits(llm), OFF if off else None, learner)
+    return Worker(llm, limits.worker_limits(llm), SPECULATION_OFF if off else None, learner)
 
 
 def _check_learning(server: ServerOptions, several: ModelsOptions, model: LoadFlags) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption
-from paceline.sampling.noise import ACCEPT, Noise
+from paceline.sampling.noise import ACCEPT_STREAM, Noise
 from paceline.types import Draft, Verdict
 
 _UNNORMALISED = 1e-4
@@ -52,7 +52,7 @@ class RoundChance:
 
     def accept(self, probability: float) -> bool:
         self.asked += 1
-        return self.noise.stream(ACCEPT, self.start).uniform(self.asked) < probability
+        return self.noise.stream(ACCEPT_STREAM, self.start).uniform(self.asked) < probability
 
     def token(self, p: Tensor) -> int:
         tokens = p.nonzero()[:, 0]

@@ -104,9 +104,9 @@ def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, .
 
     Args:
         budget: The limits on nodes, depth and branch.
-        order: Places in order of usefulness, the most useful first (see `independent.best`). The default order is by
-            probability of acceptance, where a first child has probability 0.7 and each further child has a quarter of
-            the probability of the child before it.
+        order: Places in order of usefulness, the most useful first (see `independent.best_tree`). The default order is
+            by probability of acceptance, where a first child has probability 0.7 and each further child has a quarter
+            of the probability of the child before it.
     """
     kept: dict[Place, None] = {}
     for place in order or _usual(budget):

@@ -184,7 +184,7 @@ class Replayer:
         charged = ChargedDrafter(drafter, clock, slowdown.draft, self._timer) if drafter else None
         engine = Engine(target, charged, budget, clock)
         if self._prefix_bytes:
-            engine.prefixes = PrefixCache(self._prefix_bytes, LLM(self._model).engine.seamless)
+            engine.prefixes = PrefixCache(self._prefix_bytes, LLM(self._model).engine.chunk_invariant)
         tasks = [Task(partial(self._start, engine, target, clock, reply)) for reply in replies]
         for _, chunk in Batch(engine, tasks, self._width):
             if chunk.finish_reason:

@@ -29,7 +29,7 @@ from paceline.engine.prefix_store import PrefixStore
 from paceline.sampling.parameters import Sampling, recommended
 from paceline.server.api import dumps
 from paceline.server.apis.tokens import tokenizer_info
-from paceline.server.compat import OllamaObject, accepts, ignored
+from paceline.server.compat import OllamaObject, accepts, ignored_parameters
 from paceline.server.errors import ApiError, WrongParameter, api_error, bad_request, retry_later
 from paceline.server.models import LoadedModel, ModelSource
 from paceline.server.schema import ModelName, NamedBody
@@ -234,7 +234,7 @@ _NEVER = 1e10
 """Seconds until a model that stays is unloaded, as reported to clients. Ollama reports some hundred years too."""
 
 
-@accepts(ignored("verbose options system template", "models are described as they are"))
+@accepts(ignored_parameters("verbose options system template", "models are described as they are"))
 class NamedModelRequest(OllamaObject):
     """Body of /api/show and of the endpoints that change what is stored."""
 
@@ -253,7 +253,7 @@ class NamedModelRequest(OllamaObject):
         return self
 
 
-@accepts(ignored("insecure username password", "models are fetched from the hub"))
+@accepts(ignored_parameters("insecure username password", "models are fetched from the hub"))
 class PullRequest(NamedModelRequest):
     """Body of /api/pull."""
 

@@ -17,7 +17,7 @@ from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.llm import LLM
 from paceline.server.api import Api, Encoder, Event
-from paceline.server.compat import RAW, accepts, only
+from paceline.server.compat import NO_REASONING, accepted_values, accepts
 from paceline.server.errors import WrongParameter
 from paceline.server.prepare import Prepared
 from paceline.server.replies import TokenTexts, Usage, logprobs_of
@@ -33,9 +33,9 @@ _KINDS = "text_completion", "text_completion"
 
 
 @accepts(
-    RAW,
-    only((True,), "add_special_tokens", "send token ids for a prompt without BOS"),
-    only((), "prompt_embeds", "a prompt is text or token ids"),
+    NO_REASONING,
+    accepted_values((True,), "add_special_tokens", "send token ids for a prompt without BOS"),
+    accepted_values((), "prompt_embeds", "a prompt is text or token ids"),
 )
 class CompletionRequest(RequestBody):
     """Body of /v1/completions."""

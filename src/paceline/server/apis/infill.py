@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from paceline.server.api import Api, Encoder, Event
-from paceline.server.compat import RAW, Strict, accepts, ignored
+from paceline.server.compat import NO_REASONING, Strict, accepts, ignored_parameters
 from paceline.server.errors import bad_request
 from paceline.server.prepare import Prepared
 from paceline.server.replies import Usage
@@ -18,7 +18,7 @@ from paceline.server.schema import RequestBody, Text
 from paceline.server.worker import ReplyRound
 
 
-@accepts(RAW, ignored("time", "files stay in their order"))
+@accepts(NO_REASONING, ignored_parameters("time", "files stay in their order"))
 class InfillFile(Strict):
     """Another file, which the model sees before the text."""
 
@@ -26,7 +26,7 @@ class InfillFile(Strict):
     text: Text
 
 
-@accepts(ignored("samplers t_max_prompt_ms t_max_predict_ms", "editors send it with every request"))
+@accepts(ignored_parameters("samplers t_max_prompt_ms t_max_predict_ms", "editors send it with every request"))
 class InfillRequest(RequestBody):
     """Body of /infill. `prompt`: the beginning of the current line, after `input_prefix`."""
 

@@ -19,12 +19,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.engine.draft_policy import OFF
+from paceline.engine.draft_policy import SPECULATION_OFF
 from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.sampling.sampler import not_finite
-from paceline.server.compat import Ignored, Lenient, OllamaObject, PlainAnswer, accepts, ignored
+from paceline.server.compat import Ignored, Lenient, OllamaObject, PlainAnswer, accepts, ignored_parameters
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
@@ -47,7 +47,9 @@ def _reading_job(llm: LLM, tokens: Sequence[int], reader: PooledStates | Relevan
     """Return the job that feeds a prompt to a reader and generates nothing."""
     sampling = llm.sampling(max_new_tokens=0).seeded()
     # The first round reads a prompt's last token. This job has no round, so the token is repeated.
-    return ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=reader, prompt_only=True, padding=1)
+    return ReplyJob(
+        [*tokens, tokens[-1]], sampling, speculation=SPECULATION_OFF, scores=reader, prompt_only=True, padding=1
+    )
 
 
 def _check_reading(job: ReplyJob, count: int, value: float) -> None:
@@ -86,7 +88,7 @@ class EmbeddingsRequest(NamedBody):
     user: Ignored = None
 
 
-@accepts(ignored("options keep_alive", "the model is already loaded"))
+@accepts(ignored_parameters("options keep_alive", "the model is already loaded"))
 class OllamaEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embed."""
 
@@ -95,7 +97,7 @@ class OllamaEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     dimensions: Dimensions | None = None
 
 
-@accepts(ignored("options keep_alive", "the model is already loaded"))
+@accepts(ignored_parameters("options keep_alive", "the model is already loaded"))
 class OllamaPromptEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embeddings, the older form of /api/embed, for one text."""
 

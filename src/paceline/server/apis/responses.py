@@ -21,13 +21,13 @@ from paceline.server.apis.responses_request import (
     ResponsesRequest,
     SchemaText,
     chat_messages_of,
-    listed,
-    packed,
+    listed_item,
+    pack_summary,
 )
-from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
+from paceline.server.apis.stored import ResponseStore, StoredResponse, estimated_bytes
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
 from paceline.server.prepare import Prepared
-from paceline.server.preprocessing import LONG, PoolName
+from paceline.server.preprocessing import MIN_LONG_BODY, PoolName
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values, refuse_media
 from paceline.server.schema import JsonSchema, schema_constraint, without_none
@@ -61,7 +61,7 @@ class _Continuing(Api[Asked]):
         """Return the pool, which also depends on the stored conversation that the request continues."""
         if self._store.has_images(body.previous_response_id):
             return "images"
-        is_long = self._store.length(body.previous_response_id) > LONG
+        is_long = self._store.length(body.previous_response_id) > MIN_LONG_BODY
         return super().pool(body, "long" if is_long else by_size)
 
     def conversation(self, body: Asked) -> list[Item]:
@@ -169,7 +169,7 @@ class ResponsesEncoder(Encoder):
         self._token_texts = prepared.model.token_texts if body.with_logprobs else None
         self._store, self._stored = store, None
         if store is not None:
-            size = memory(body.model_dump_json()) + memory(dumps(self._document).decode())
+            size = estimated_bytes(body.model_dump_json()) + estimated_bytes(dumps(self._document).decode())
             length = len(_ITEMS.dump_json(body.items))
             self._stored = StoredResponse(self._document, body.items, body.previous_response_id, size, length)
         self._sequence = -1
@@ -208,7 +208,7 @@ class ResponsesEncoder(Encoder):
         }
         self._document |= {**ended, "output": self._output}
         if self._store and self._stored:
-            self._stored.size += memory(dumps(ended).decode())
+            self._stored.size += estimated_bytes(dumps(ended).decode())
             self._store.put(self._stored)
         return [self._event("response.incomplete" if cut else "response.completed", response=self._document)]
 
@@ -391,12 +391,16 @@ class CompactionEncoder(Encoder):
         """Return the whole answer. Raises `ApiError` without a summary, because the conversation would be lost."""
         if not self._reply.text.strip():
             raise bad_request("the model wrote no summary. Start a new conversation, or send a shorter one", "input")
-        summary = {"type": "compaction", "id": f"cmp_{uuid.uuid4().hex}", "encrypted_content": packed(self._reply.text)}
+        summary = {
+            "type": "compaction",
+            "id": f"cmp_{uuid.uuid4().hex}",
+            "encrypted_content": pack_summary(self._reply.text),
+        }
         return {
             "id": self._id,
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": [*([listed(self._last)] if self._last else []), summary],
+            "output": [*([listed_item(self._last)] if self._last else []), summary],
             "usage": usage_of(usage, self._reply.reasoning_tokens),
         }
 
