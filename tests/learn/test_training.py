@@ -16,7 +16,7 @@ from paceline.bench.figures import ratio_of_sums
 from paceline.bench.replay.prices import FreePrices
 from paceline.bench.replay.run import Replayer
 from paceline.checkpoints.head_files import holds_head, open_head
-from paceline.checkpoints.head_fit import fits
+from paceline.checkpoints.head_fit import fit_to_target
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch
@@ -182,7 +182,7 @@ def test_a_head_of_another_model_is_no_start(key_folder: KeyFolder) -> None:
     settings["paceline"]["target_layers"] = 5
     config.write_text(json.dumps(settings))
     with pytest.raises(HeadMismatch):
-        fits(open_head(key_folder.head), toy_model(layers=4))
+        fit_to_target(open_head(key_folder.head), toy_model(layers=4))
     assert train_on_traffic(toy_llm(layers=4), key_folder, "suffix:remember", small(), gain(9.0))["switched"]
 
 

@@ -68,10 +68,10 @@ class GGUFLayout:
         names: GGUF name of a part of a layer -> its Hugging Face name.
         experts: The same for parts that stack all experts along the first dimension. The expert's index replaces "{}".
         exact_names: The same for full names, which do not end in ".weight" or ".bias".
-        top: The same for tensors outside of layers, in addition to the names that all architectures share.
+        top_level: The same for tensors outside of layers, in addition to the names that all architectures share.
         interleaved: True if, in query and key rows, the two elements of each rotary pair are adjacent. Hugging Face
             stores all first elements before all second elements.
-        shifted: True if norm weights include the 1 that Hugging Face's code adds.
+        norms_include_one: True if norm weights include the 1 that Hugging Face's code adds.
         read: Maps the metadata and the common config to the config entries of this architecture, under Hugging Face's
             keys.
         keys: Types of the metadata that only this architecture has, by key.
@@ -84,9 +84,9 @@ class GGUFLayout:
     names: Names = field(default_factory=lambda: LAYER)
     experts: Names = field(default_factory=dict)
     exact_names: Names = field(default_factory=dict)
-    top: Names = field(default_factory=dict)
+    top_level: Names = field(default_factory=dict)
     interleaved: bool = False
-    shifted: bool = False
+    norms_include_one: bool = False
     read: Callable[[Metadata, Config], Config] = lambda meta, config: {}
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
     strips_spaces: bool = False
@@ -101,7 +101,7 @@ class Family:
     Attributes:
         name: The `model_type`.
         title: The name of the family's models in the documentation. Empty for an alias of another family.
-        defaults: Values of the keys that a config may omit. They include all keys of `model_config.PECULIAR` that the
+        defaults: Values of the keys that a config may omit. They include all keys of `model_config.COMPUTATION_KEYS` that the
             family reads.
         keys: Types of the config keys that only this family has, by key.
         refine: Maps the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
@@ -111,7 +111,7 @@ class Family:
         rotary_key: Config key of the head size. If only a part of each head is rotated, the key of that part's size.
         names: Parts of tensor names in the files -> parts of Llama's names. They are replaced one after the other.
         tensors: Maps the config and the renamed tensors to the decoder's tensors.
-        turned: True if stacks of experts have the shape [experts, in, out].
+        experts_transposed: True if stacks of experts have the shape [experts, in, out].
         unlike_file: Maps the config and a module to the reason why the decoder's weights of this module differ from the
             trained weights in more than their names. The result is None if they do not.
         quantised: Quantisation methods whose tensors can be read.
@@ -133,7 +133,7 @@ class Family:
     rotary_key: str = "head_dim"
     names: Names = field(default_factory=dict)
     tensors: Callable[[Raw, Tensors], Tensors] = lambda raw, tensors: tensors
-    turned: bool = False
+    experts_transposed: bool = False
     unlike_file: Callable[[Raw, str], str | None] = lambda raw, module: None
     quantised: tuple[str, ...] = ()
     part_of: tuple[str, ...] = ()

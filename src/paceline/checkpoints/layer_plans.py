@@ -48,16 +48,16 @@ def read_types(
 
 def windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add the sliding window, if there is one, to every layer (Mistral, Phi-3)."""
-    return layered(base, [raw.get("sliding_window")] * base.layers)
+    return with_layers(base, [raw.get("sliding_window")] * base.layers)
 
 
 def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add windows by `layer_types`. By default, all layers have the sliding window, if there is one (Ministral)."""
     window = raw.get("sliding_window")
-    return layered(base, layer_windows(raw, base, window, lambda i: window is not None))
+    return with_layers(base, layer_windows(raw, base, window, lambda i: window is not None))
 
 
-def windows_but_every(
+def windows_except_every(
     raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None
 ) -> ModelConfig:
     """Add windows by `layer_types`. By default, every layer has a sliding window, except every `every`-th layer.
@@ -70,7 +70,7 @@ def windows_but_every(
         far: The rotary embedding of layers without a window.
     """
     windows = layer_windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
-    return layered(base, windows, [near if window else far for window in windows])
+    return with_layers(base, windows, [near if window else far for window in windows])
 
 
 def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
@@ -98,7 +98,7 @@ def rotates_by_interval(raw: Raw, base: ModelConfig) -> list[bool]:
     return [bool(one) for one in rotates[: base.layers]]
 
 
-def layered(
+def with_layers(
     base: ModelConfig,
     windows: Sequence[int | None],
     ropes: Sequence[RopeConfig | None] | None = None,

@@ -28,13 +28,13 @@ from paceline.models.lazy import LazyTensors, codes_of, shape_of, stored_of
 from paceline.text.tokenizer import Tokenizer
 
 _PREFIX = "base_model.model."
-_AGAIN = "Fetch the adapter again"
+_FETCH_AGAIN = "Fetch the adapter again"
 
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)((?:\.[^.]+){0,2})")
 """A tensor name: the module, the part, and the rest. In some files, the rest begins with the adapter's name
 ("default"). In most files, it ends with "weight" or "bias"."""
 
-_MAX_COSTS, _LONGEST_PATTERN = 3, 256
+_MAX_REPETITIONS, _MAX_PATTERN_LENGTH = 3, 256
 """Maximum number of groups and repetitions in a pattern, and its maximum length. They bound the time that it takes to
 match untrusted patterns."""
 
@@ -74,7 +74,7 @@ class MergeRules:
         raw = read_json(path / ADAPTER_CONFIG, ADAPTER)
         _refuse_other_kinds(path, raw)
         if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
-            raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _AGAIN)
+            raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _FETCH_AGAIN)
         self._rank, self._alpha, self._rank_stabilised = raw["r"], raw["lora_alpha"], raw.get("use_rslora")
         self._ranks = _patterns(path, raw.get("rank_pattern"))
         self._alphas = _patterns(path, raw.get("alpha_pattern"))
@@ -110,12 +110,17 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
     for pattern, value in (given or {}).items():
         plain, shown = pattern.replace("(?:", "("), format_value(pattern)
         costs = len(re.findall(r"[*+?{(]", plain))
-        if costs > _MAX_COSTS or "(?" in plain or re.search(r"\)[*+?{]", plain) or len(plain) > _LONGEST_PATTERN:
+        if (
+            costs > _MAX_REPETITIONS
+            or "(?" in plain
+            or re.search(r"\)[*+?{]", plain)
+            or len(plain) > _MAX_PATTERN_LENGTH
+        ):
             raise UnsupportedModel(
                 f"{path / ADAPTER_CONFIG} uses the pattern {shown}, which could take very long to match",
-                f"Name the modules, or use at most {_MAX_COSTS} groups and repetitions, and no repeated group",
+                f"Name the modules, or use at most {_MAX_REPETITIONS} groups and repetitions, and no repeated group",
             )
-        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown}", _AGAIN):
+        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown}", _FETCH_AGAIN):
             found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
     return tuple(found)
 
@@ -178,7 +183,7 @@ class LoraAdapter:
                 module, _, kind = _WRAPPED.sub("", name).rpartition(".")
                 self.replacements[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
         if not self.changes:
-            raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
+            raise CorruptModel(f"the adapter {path} holds no LoRA weights", _FETCH_AGAIN)
         for module in self.changes:
             self.factors(module)
 
@@ -201,10 +206,10 @@ class LoraAdapter:
         parts = self.changes[module]
         kind = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
         if missing := [kind + side for side in "AB" if kind + side not in parts]:
-            raise CorruptModel(f"the adapter {self.path} holds no {missing[0]} for {module}", _AGAIN)
+            raise CorruptModel(f"the adapter {self.path} holds no {missing[0]} for {module}", _FETCH_AGAIN)
         if ("lora_magnitude_vector" in parts) != self.rules.dora:
             problem = "holds no" if self.rules.dora else "without use_dora holds a"
-            raise CorruptModel(f"the adapter {self.path} {problem} lora_magnitude_vector for {module}", _AGAIN)
+            raise CorruptModel(f"the adapter {self.path} {problem} lora_magnitude_vector for {module}", _FETCH_AGAIN)
         a, b = self.tensors[parts[kind + "A"]], self.tensors[parts[kind + "B"]]
         rank = self.rules.rank_of(self._trained[module])
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
@@ -238,7 +243,7 @@ class LoraAdapter:
             found[module] = a, b * self.scale_of(module)
         return found
 
-    def misfit(self, name: str, shapes: str) -> AdapterMismatch:
+    def mismatch(self, name: str, shapes: str) -> AdapterMismatch:
         """Return the error for a base model that the adapter does not fit at the tensor or module `name`."""
         return AdapterMismatch(
             f"the adapter {self.path} does not fit its base model at {name}: {shapes}",
@@ -246,7 +251,7 @@ class LoraAdapter:
         )
 
 
-class Merged(LazyTensors):
+class MergedTensors(LazyTensors):
     """A base model's tensors. Each access merges the adapter into a tensor, in float32 or wider."""
 
     def __init__(self, base: Mapping[str, Tensor], adapter: LoraAdapter, *, untied: bool) -> None:
@@ -299,7 +304,7 @@ class Merged(LazyTensors):
         tensor, held = self._adapter.tensors[self._adapter.replacements[name]], self._base[source]
         fixed = slice(1, None) if name in (EMBEDDING, HEAD) else slice(None)
         if tensor.dim() != held.dim() or tensor.shape[fixed] != held.shape[fixed]:
-            raise self._adapter.misfit(name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
+            raise self._adapter.mismatch(name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
         return tensor
 
     def _with_product(self, module: str, weight: Tensor) -> Tensor:
@@ -310,14 +315,14 @@ class Merged(LazyTensors):
         change = (b @ a).T if transposed else b @ a
         if change.shape != weight.shape:
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)} for a weight {tuple(weight.shape)}"
-            raise self._adapter.misfit(module, shapes)
+            raise self._adapter.mismatch(module, shapes)
         merged = weight + self._adapter.scale_of(module) * change
         if not rules.dora:
             return merged
         norm: Tensor = merged.norm(dim=0 if transposed else 1, keepdim=True)
         magnitude = self._adapter.tensors[parts["lora_magnitude_vector"]].to(weight.dtype)
         if magnitude.numel() != norm.numel():
-            raise self._adapter.misfit(module, f"{magnitude.numel()} magnitudes for {norm.numel()} outputs")
+            raise self._adapter.mismatch(module, f"{magnitude.numel()} magnitudes for {norm.numel()} outputs")
         return merged * (magnitude.reshape(norm.shape) / norm)
 
     def _with_bias(self, module: str, key: str) -> Tensor:
@@ -327,7 +332,7 @@ class Merged(LazyTensors):
             return change
         bias = self._start(name)
         if bias.shape != change.shape:
-            raise self._adapter.misfit(name, f"{tuple(change.shape)} where the base has {tuple(bias.shape)}")
+            raise self._adapter.mismatch(name, f"{tuple(change.shape)} where the base has {tuple(bias.shape)}")
         return bias + change
 
 
@@ -354,7 +359,7 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     names = {*base.tensors, *([HEAD] if tied else [])}
     for name in (*adapter.replacements, *(module + ".weight" for module in adapter.changes)):
         if name not in names:
-            raise adapter.misfit(name.removesuffix(".weight"), f"{base.path} has no such module")
+            raise adapter.mismatch(name.removesuffix(".weight"), f"{base.path} has no such module")
     touched = {
         name
         for name in (EMBEDDING, HEAD)
@@ -364,7 +369,9 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     config = base.config | ({"tie_word_embeddings": False} if untied else {})
     config |= _new_vocab_size(adapter, base.config.get("vocab_size"), tied)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else base.tokenizer
-    return replace(base, config=config, tensors=Merged(base.tensors, adapter, untied=untied), tokenizer=tokenizer)
+    return replace(
+        base, config=config, tensors=MergedTensors(base.tensors, adapter, untied=untied), tokenizer=tokenizer
+    )
 
 
 def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
@@ -379,7 +386,7 @@ def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[
         return {}
     if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):
         held = " and ".join(f"{count} rows for {name}" for name, count in rows.items())
-        raise adapter.misfit(next(iter(rows)), f"{held}, but the vocabulary size is {size}")
+        raise adapter.mismatch(next(iter(rows)), f"{held}, but the vocabulary size is {size}")
     return {"vocab_size": next(iter(rows.values()))}
 
 

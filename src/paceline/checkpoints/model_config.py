@@ -16,7 +16,7 @@ from paceline.models.config import MatrixConfig, ModelConfig, NormConfig, RopeCo
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope, scaling_of
 
-PECULIAR = (
+COMPUTATION_KEYS = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
@@ -43,7 +43,7 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
     family = FAMILIES[name]
     raw = {**family.defaults, **raw}
     check(where, raw, {**DECODER, **family.keys})
-    _refuse_peculiar(raw, family)
+    _refuse_unsupported_keys(raw, family)
     try:
         config = family.refine(raw, _common(raw, family))
     except KeyError as missing:
@@ -122,9 +122,9 @@ def _check(c: ModelConfig) -> None:
         )
 
 
-def _refuse_peculiar(raw: Raw, family: Family) -> None:
+def _refuse_unsupported_keys(raw: Raw, family: Family) -> None:
     """Raise `UnsupportedModel` for keys that the family would otherwise ignore."""
-    strange = [key for key in PECULIAR if key not in family.defaults and _has_effect(raw.get(key))]
+    strange = [key for key in COMPUTATION_KEYS if key not in family.defaults and _has_effect(raw.get(key))]
     if "partial_rotary_factor" not in family.defaults and _has_effect(scaling_of(raw).get("partial_rotary_factor")):
         strange.append("partial_rotary_factor")
     if "layer_types" not in family.defaults and len(set(raw.get("layer_types") or ())) > 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.gguf_file import gguf_vocab_size
 from paceline.checkpoints.head_files import holds_head, open_head, verifier_of
-from paceline.checkpoints.head_fit import fingerprint, fits, same_target, vocabulary_of
+from paceline.checkpoints.head_fit import fingerprint, fit_to_target, same_target, vocabulary_of
 from paceline.checkpoints.loader import Loaded
 from paceline.checkpoints.registry import text_config
 from paceline.errors import PacelineError
@@ -62,7 +62,7 @@ def _heads(target: Loaded, nearby: list[StoredModel], stored: list[StoredModel])
                 if same_target(ours, theirs):
                     yield f"head:{model.path}"
             elif verifier_of(config) in names:
-                fits(open_head(model.path), target)
+                fit_to_target(open_head(model.path), target)
                 yield f"head:{model.path}"
         except Exception:  # this search is optional, so a bad file in a store must not stop the target
             _LOG.debug("%s is not a drafter for this model", model.path, exc_info=True)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, vocabulary_of
+from paceline.checkpoints.head_fit import as_host, fit_to_target, shipped_head, sizes_of, vocabulary_of
 from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
@@ -154,7 +154,7 @@ def resolve_spec(spec: str, target: Loaded) -> str:
     """
     if spec not in (FOUND, "auto"):
         return spec
-    reference = "mtp" if shipped("mtp", target) else discover_drafter(target) if spec == FOUND else None
+    reference = "mtp" if shipped_head("mtp", target) else discover_drafter(target) if spec == FOUND else None
     return f"{AUTO}+{reference}" if reference else AUTO
 
 
@@ -208,7 +208,7 @@ def _takes_codes(head: HeadFile, target: Loaded) -> bool:
     This is the case if its file stores them quantised, or if it is an EAGLE head or MTP layer of a quantised target.
     The device must have kernels for quantised weights.
     """
-    host = host_of(target)
+    host = as_host(target)
     coded = mostly_codes(head.tensors) or (target.quantize is not None and isinstance(head.config, EagleConfig))
     return coded and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
 
@@ -359,7 +359,7 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
         return DraftModel(loaded.target, target.target.vocab_size, loaded.head_tokens)
     if name == "early-exit" and (reference.isdecimal() or not reference):
         return _early_exit(reference, target, read, options)
-    path = reference or shipped(_KINDS[name], target)
+    path = reference or shipped_head(_KINDS[name], target)
     if path is None:
         missing = (
             "the files of {} hold no MTP layer" if name == "mtp" else f"no {name} head for {{}} comes with Paceline"
@@ -369,21 +369,21 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     kind = kind_of(head.config)
     if name != "head" and _KINDS[name] != kind:
         raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_KINDS[name]}", f"Use head:{reference}")
-    fitted = fits(head, target)
+    fitted = fit_to_target(head, target)
     return _with_head(fitted.config, fitted.tensors, target, options)
 
 
 def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded, options: Options) -> Drafter:
     module, _, name = _CLASSES[kind_of(config)].partition(":")
-    made: Drafter = getattr(import_module(module), name)(config, tensors, host_of(target), **options)
+    made: Drafter = getattr(import_module(module), name)(config, tensors, as_host(target), **options)
     return made
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options) -> Drafter:
     """Return a drafter that exits after `layers` layers. If `layers` is "", use the exit that comes with Paceline, or
     half of the layers."""
-    if not layers and (path := shipped("exit", target)):
-        head = fits(read(path), target)
+    if not layers and (path := shipped_head("exit", target)):
+        head = fit_to_target(read(path), target)
         return _with_head(head.config, head.tensors, target, options)
     sizes = sizes_of(target)
     count = int(layers) if layers else max(1, sizes.layers // 2)

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.bench.figures import ratio_of_sums
 from paceline.bench.replay.predict import Candidate, Predictor, measure_prices
 from paceline.checkpoints.head_files import holds_head, open_head
-from paceline.checkpoints.head_fit import fits
+from paceline.checkpoints.head_fit import fit_to_target
 from paceline.errors import PacelineError
 from paceline.files.jsonl import Journal, replace_with
 from paceline.learn.folder import MIN_HELD_OUT, KeyFolder
@@ -87,7 +87,7 @@ def _start(llm: LLM, key_folder: KeyFolder) -> Path | None:
     if not holds_head(key_folder.head):
         return None
     try:
-        fits(open_head(key_folder.head), llm.model)
+        fit_to_target(open_head(key_folder.head), llm.model)
     except (PacelineError, OSError):
         return None
     return key_folder.head

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.bench.replay.predict import Candidate, CandidatePrediction, Predictor
-from paceline.checkpoints.head_fit import shipped
+from paceline.checkpoints.head_fit import shipped_head
 from paceline.checkpoints.loader import Loaded
 from paceline.recording.rows import RecordedReply
 from paceline.types import DraftBudget
@@ -27,7 +27,7 @@ OnProgress = Callable[[str], object]
 def parts_of(model: Loaded) -> list[str]:
     """Return the drafters that need no files of the user: lookups, and heads that are included in Paceline."""
     heads = {"eagle3": "eagle3", "medusa": "medusa", "block": "block"}
-    return [*LOOKUPS, *(name for name, kind in heads.items() if shipped(kind, model) is not None)]
+    return [*LOOKUPS, *(name for name, kind in heads.items() if shipped_head(kind, model) is not None)]
 
 
 def budgets_of(drafter: str) -> list[DraftBudget | None]:

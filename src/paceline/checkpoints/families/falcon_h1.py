@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.families.mamba2 import (
+    BAMBA_DEFAULTS,
+    BAMBA_KEYS,
     BAMBA_NAMES,
     MAMBA_EXACT_NAMES,
     MAMBA_LAYER,
-    PREFIXED,
-    PREFIXED_KEYS,
     TINY_STATE,
-    prefixed_state,
+    bamba_state,
     read_state,
 )
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
@@ -37,7 +37,7 @@ _FACTORS = (
     *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
 )
 _DEFAULTS: dict[str, Any] = {
-    **PREFIXED,
+    **BAMBA_DEFAULTS,
     **dict.fromkeys(_FACTORS, 1.0),
     "mlp_multipliers": None,
     "ssm_multipliers": None,
@@ -46,7 +46,7 @@ _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 _KEYS = {
-    **PREFIXED_KEYS,
+    **BAMBA_KEYS,
     **dict.fromkeys(_FACTORS, FACTOR),
     "mamba_d_ssm": ROWS | NULL,
     "mamba_norm_before_gate": FLAG,
@@ -56,7 +56,7 @@ _KEYS = {
 
 
 def _falcon_h1(raw: Raw, base: ModelConfig) -> ModelConfig:
-    state = replace(prefixed_state(raw, base), norm_first=raw["mamba_norm_before_gate"])
+    state = replace(bamba_state(raw, base), norm_first=raw["mamba_norm_before_gate"])
     return replace(
         base,
         special=(LayerConfig(base.rope, recurrent=state),) * base.layers,

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
-from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Metadata, by_layer, layer_types
+from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Metadata, layer_types, sizes_by_layer
 from paceline.checkpoints.layer_plans import FULL, SLIDING, read_types
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import (
@@ -144,11 +144,11 @@ def _read(meta: Metadata, config: Config) -> Config:
     """Read the sizes of both kinds of layers. A factor of at least 1e20 marks a rotary plane that does not rotate."""
     layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
     shared = meta.get("attention.shared_kv_layers", 0)
-    widths = by_layer(meta["feed_forward_length"], layers)
+    widths = sizes_by_layer(meta["feed_forward_length"], layers)
     double = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
     if widths not in (double, widths[:1] * layers):
         raise UnsupportedModel(f"{meta.file.path.name} has layers of different widths", "Use a uniform model")
-    heads = by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
+    heads = sizes_by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
     factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
     turning = factors.count(1.0)
     if any(factor < 1e20 for factor in factors[turning:]):

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.checkpoints.families.deepseek import BIAS
 from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
-from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
+from paceline.checkpoints.gguf_metadata import Config, Metadata, sizes_of_all_layers
 from paceline.checkpoints.layer_plans import FULL, read_types
 from paceline.files.schema import EPS, FACTOR, FLAG, LAYERS, MOST_ROWS, NULL, ROWS, FieldKind, integer, list_of, number
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, NormConfig, ShortConvConfig
@@ -57,7 +57,7 @@ def _lfm2_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _read(meta: Metadata, config: Config) -> Config:
     """Read the sizes of convolutions. Layers without key heads have no attention."""
-    attends = each_layer(meta, config, "attention.head_count_kv")
+    attends = sizes_of_all_layers(meta, config, "attention.head_count_kv")
     return {
         "layer_types": [FULL if one else _CONV for one in attends],
         "norm_eps": config["rms_norm_eps"],

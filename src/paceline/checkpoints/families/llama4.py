@@ -144,7 +144,7 @@ FAMILIES = (
         _llama4,
         interleaved=True,
         names={"language_model.": "", ".feed_forward.": ".mlp."},
-        turned=True,
+        experts_transposed=True,
         part_of=("llama4",),
         gguf=(
             GGUFLayout(

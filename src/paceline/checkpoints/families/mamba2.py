@@ -36,7 +36,7 @@ MAMBA_LAYER = {
     "ssm_out": "mamba.out_proj",
 }
 MAMBA_EXACT_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
-PREFIXED: dict[str, Any] = {
+BAMBA_DEFAULTS: dict[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
     "mamba_n_groups": 1,
@@ -45,7 +45,7 @@ PREFIXED: dict[str, Any] = {
     "mamba_expand": 2,
 }
 """Default sizes of states, under the keys of Bamba's configs."""
-PREFIXED_KEYS: dict[str, FieldKind] = {
+BAMBA_KEYS: dict[str, FieldKind] = {
     **each(HEAD_COUNT, "mamba_n_heads", "mamba_n_groups"),
     "mamba_d_state": integer(1, 4096),
     "mamba_d_conv": integer(1, 64),
@@ -77,7 +77,7 @@ def state_of(raw: Raw, activation: str, *, groups: int, heads: int, keys: int, v
     return Mamba2Config(groups, heads, keys, values, width)
 
 
-def prefixed_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
+def bamba_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
     """Return the config of a layer's state, from a config with Bamba's keys."""
     heads, size = raw["mamba_n_heads"], raw["mamba_d_head"]
     inner = raw.get("mamba_d_ssm") or raw["mamba_expand"] * base.hidden
@@ -115,7 +115,7 @@ def _mamba2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _bamba(raw: Raw, base: ModelConfig) -> ModelConfig:
-    state = LayerConfig(None, recurrent=prefixed_state(raw, base), attends=False)
+    state = LayerConfig(None, recurrent=bamba_state(raw, base), attends=False)
     attends = raw["attn_layer_indices"] or ()
     return replace(base, special=tuple(LayerConfig(base.rope) if i in attends else state for i in range(base.layers)))
 
@@ -174,8 +174,8 @@ FAMILIES = (
     Family(
         "bamba",
         "Bamba",
-        {**PREFIXED, "attn_layer_indices": None, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-        {**PREFIXED_KEYS, "attn_layer_indices": list_of(integer()) | NULL},
+        {**BAMBA_DEFAULTS, "attn_layer_indices": None, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+        {**BAMBA_KEYS, "attn_layer_indices": list_of(integer()) | NULL},
         _bamba,
         names=BAMBA_NAMES,
         goldens={"bamba": {**TINY_STATE, "attn_layer_indices": [1]}},

@@ -10,7 +10,7 @@ from paceline.checkpoints.families.deepseek import BIAS
 from paceline.checkpoints.families.granite4 import ATTENTION, MAMBA
 from paceline.checkpoints.families.mamba2 import MAMBA_EXACT_NAMES, MAMBA_LAYER, MIXER_NAMES, read_state, state_of
 from paceline.checkpoints.family import Family, GGUFLayout, Raw, experts_named, shared_expert_named
-from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
+from paceline.checkpoints.gguf_metadata import Config, Metadata, sizes_of_all_layers
 from paceline.checkpoints.layer_plans import read_types
 from paceline.errors import UnsupportedModel
 from paceline.files.schema import (
@@ -77,7 +77,7 @@ def _experts(raw: Raw) -> MixtureConfig:
 def _read(meta: Metadata, config: Config, feeds: str = "mlp") -> Config:
     """Read the type of each layer. An attention layer has key heads, and a feed-forward layer has a width. All other
     layers have states."""
-    pairs = (each_layer(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    pairs = (sizes_of_all_layers(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = read_state(meta, "")
     return {
         "mamba_num_heads": sizes["n_heads"],

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata
-from paceline.checkpoints.layer_plans import layer_windows, layered, sparse_layers
+from paceline.checkpoints.layer_plans import layer_windows, sparse_layers, with_layers
 from paceline.errors import CorruptModel
 from paceline.files.schema import FIX_INVALID_FILE, FLAG, NULL, check_value, integer, list_of
 from paceline.models.config import MixtureConfig, ModelConfig
@@ -69,7 +69,7 @@ def _qwen3_vl(raw: Raw, base: ModelConfig) -> ModelConfig:
 def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add sliding windows. Only upper layers have them."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
-    return layered(base, layer_windows(raw, base, window, lambda i: window is not None and i >= first))
+    return with_layers(base, layer_windows(raw, base, window, lambda i: window is not None and i >= first))
 
 
 def normed(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -88,7 +88,7 @@ def _qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
         count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], normalised=raw["norm_topk_prob"]
     )
     base = replace(normed(raw, base), mixture=experts)
-    return layered(base, [window] * base.layers, sparse=sparse_layers(raw, base))
+    return with_layers(base, [window] * base.layers, sparse=sparse_layers(raw, base))
 
 
 def _read_moe(meta: Metadata, config: Config) -> Config:

@@ -106,7 +106,7 @@ _NEXT = GGUFLayout(
     },
     experts_named("mlp.experts"),
     {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-    shifted=True,
+    norms_include_one=True,
     read=_read,
     keys={"full_attention_interval": integer(1), "attention.recurrent_layers": list_of(FLAG | integer())},
 )

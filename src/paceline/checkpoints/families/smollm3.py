@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
-from paceline.checkpoints.layer_plans import layer_windows, layered, rotates_by_interval
+from paceline.checkpoints.layer_plans import layer_windows, rotates_by_interval, with_layers
 from paceline.files.schema import FLAG, NULL, integer, list_of
 from paceline.models.config import ModelConfig
 
@@ -12,7 +12,7 @@ def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
     rotates = rotates_by_interval(raw, base)
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
     windows = layer_windows(raw, base, window, lambda i: window is not None and not rotates[i])
-    return layered(base, windows, [base.rope if one else None for one in rotates])
+    return with_layers(base, windows, [base.rope if one else None for one in rotates])
 
 
 FAMILIES = (
