@@ -17,7 +17,7 @@ import pytest
 
 from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
-from paceline.cache.state import held
+from paceline.cache.state import max_states
 from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
 from paceline.drafters.stack import DrafterWrapper
@@ -368,7 +368,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
 
 def test_states_take_memory_in_addition_to_keys_and_values() -> None:
     """Many short texts have more states than positions."""
-    lengths, states = [300, 40, 5000], held(300) + held(40) + held(5000)
+    lengths, states = [300, 40, 5000], max_states(300) + max_states(40) + max_states(5000)
     assert _positions(0.0, False, lengths) == 5340
     assert _positions(100.0, False, lengths) == 5340 + states * 100
     assert _fits(5340, partial(_positions, 0.0, False), lengths)

@@ -15,7 +15,7 @@ from paceline.certify.transport import EndpointError
 ALPHA = 0.001
 """Maximum probability of a false alarm in each part of a certificate."""
 
-_SHOWN = 120
+_MAX_SHOWN = 120
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -116,9 +116,9 @@ def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], specul
         name,
         prompt,
         fields,
-        plain[max(0, at - _SHOWN) : at],
-        speculative[at : at + _SHOWN],
-        plain[at : at + _SHOWN],
+        plain[max(0, at - _MAX_SHOWN) : at],
+        speculative[at : at + _MAX_SHOWN],
+        plain[at : at + _MAX_SHOWN],
         gap,
         other,
         None if known is None else abs(known) < sides.near,
@@ -164,7 +164,7 @@ def _least_gap(logprob: float) -> float:
     return logprob - math.log(-math.expm1(logprob)) if logprob < 0 else -math.inf
 
 
-def chosen(items: Sequence[T], count: int) -> Sequence[T]:
+def evenly_spread(items: Sequence[T], count: int) -> Sequence[T]:
     """Return at most `count` items, spread evenly."""
     step = max(1, len(items) // count) if count else 1
     return items[::step][:count]

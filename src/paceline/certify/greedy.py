@@ -12,8 +12,8 @@ from paceline.certify.prompts import NamedPrompt
 from paceline.certify.side import NotOffered
 from paceline.certify.statistics import Pair, exchange_test
 
-_EXAMINED = 30
-_REPEATED = 4
+_MAX_EXAMINED = 30
+_MAX_REPEATED = 4
 """Number of differing prompts to repeat up to `_REPEATS` times. One that always differs is enough for a verdict."""
 _REPEATS = 8
 
@@ -83,12 +83,12 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
     sides.allow((time.monotonic() - began) / 2)  # to examine the differences
     differences: list[Difference] = []
     pairs: list[Pair] = []
-    for task, a, b in parted[:_EXAMINED]:
+    for task, a, b in parted[:_MAX_EXAMINED]:
         at = next(((x, y) for x in a for y in b if x != y), None)
         difference = explain(sides, task.name, task.text, fields, *at) if at else None
         differences += [difference] if difference else []
         if difference is None or not difference.is_near_tie:
-            if len(pairs) < _REPEATED:
+            if len(pairs) < _MAX_REPEATED:
                 _ask_again(sides, task, fields, a, b, _REPEATS)
             pairs.append((a, b))
     count = {kind: sum(one.is_near_tie is kind for one in differences) for kind in (True, False, None)}

@@ -42,7 +42,7 @@ _MOST = 1 << 22
 _KEY = re.compile(r'[^<>"\n]*')
 
 
-def written(value: Any) -> str:
+def json_text(value: Any) -> str:
     """Return a value as JSON that can be encoded in UTF-8.
 
     Raises:
@@ -95,7 +95,7 @@ class Tags:
                 if not key or (line and not (yield from text.skip(line))):
                     raise Malformed
             value = yield from self._value_text(text, (before, *ends))
-            found[key] = value if is_text == "true" else typed(value, key, {} if is_text else schema)
+            found[key] = value if is_text == "true" else parse_value(value, key, {} if is_text else schema)
 
     def _value_text(self, text: GrowingText, follows: Sequence[str]) -> Reading[str]:
         """Read a value, its closing tag and the white space after it. Return the value."""
@@ -143,7 +143,7 @@ class Tags:
         tag. If the format marks strings with an attribute (`kind`) and the schema allows strings and other types, there
         are two forms.
         """
-        schema, known = SchemaDocument(root).resolved(schema), kinds(schema, root)
+        schema, known = SchemaDocument(root).resolved(schema), json_types(schema, root)
         is_text, is_json = (f"{self.kind}true", f"{self.kind}false") if self.kind else ("", "")
         maybe_text = not known or "string" in known
         text = self._text(f"{name}_text", schema, root, special) if maybe_text else None
@@ -201,7 +201,7 @@ class TaggedArguments:
             return ""
         new = dict([*self._found.items()][self._shown :])
         self._shown = len(self._found)
-        return self._after_last(written(new)[1:-1])
+        return self._after_last(json_text(new)[1:-1])
 
     def flush(self) -> str:
         """End the reply. Return the rest of the JSON, with its closing brace if the call is complete."""
@@ -222,7 +222,7 @@ class TaggedArguments:
         return before + more
 
 
-def kinds(schema: Any, root: Schema) -> set[str]:
+def json_types(schema: Any, root: Schema) -> set[str]:
     """Return the JSON types that a schema names, directly or by its constants. Empty if it names none."""
     found: set[str] = set()
     for one in _members(schema, root):
@@ -233,7 +233,7 @@ def kinds(schema: Any, root: Schema) -> set[str]:
     return found
 
 
-def typed(text: str, key: str, schema: Schema) -> Any:
+def parse_value(text: str, key: str, schema: Schema) -> Any:
     """Return the JSON value that a parameter's text stands for.
 
     Args:
@@ -242,7 +242,7 @@ def typed(text: str, key: str, schema: Schema) -> Any:
         schema: The schema of all parameters.
     """
     properties = schema.get("properties")
-    known = kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    known = json_types(properties.get(key) if isinstance(properties, Mapping) else None, schema)
     if known == {"string"}:
         return text
     try:

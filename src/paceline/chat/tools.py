@@ -356,7 +356,7 @@ The functions:
 </tools>"""
 
 
-def fitted(
+def adapt_to_template(
     template: str | None, form: CallFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Adapt checked messages and tools to a template that knows tools, so that it drops none of them.

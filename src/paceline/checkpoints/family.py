@@ -101,8 +101,8 @@ class Family:
     Attributes:
         name: The `model_type`.
         title: The name of the family's models in the documentation. Empty for an alias of another family.
-        defaults: Values of the keys that a config may omit. They include all keys of `model_config.COMPUTATION_KEYS` that the
-            family reads.
+        defaults: Values of the keys that a config may omit. They include all keys of `model_config.COMPUTATION_KEYS`
+            that the family reads.
         keys: Types of the config keys that only this family has, by key.
         refine: Maps the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
         rope: Maps the config's rope scaling to the rope scaling of the common `ModelConfig.rope`. A config may have

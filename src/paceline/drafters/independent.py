@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.drafters.base import Ask
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget
-from paceline.verify.tree import Place, close, places
+from paceline.verify.tree import Place, places, renumber_siblings
 
 AcceptanceProbability = Callable[[Place], float]
 """A function that returns the probability that a place is accepted, given that its parent is accepted."""
@@ -161,7 +161,7 @@ def fixed_tree(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> Fi
         drawn: True if siblings are drawn. Their ranks then have no gaps, and only a chain continues an only child.
     """
     kept = places(budget, order)
-    kept = _taper(close(kept)) if drawn else kept
+    kept = _taper(renumber_siblings(kept)) if drawn else kept
     rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
     nodes = tuple((rows[place[:-1]], len(place) - 1, place[-1]) for place in kept)
     depth = max(map(len, kept), default=0)

@@ -147,8 +147,8 @@ def verify_rejection(
             verdicts.append(walk(draft, lambda row, path, after=best[b]: after[row]))  # type: ignore[misc]
             continue
         known = {row: (q[b, row] / mass[b, row]).cpu() for row in {*draft.parents} if drawn[b][row]}
-        chance = _GivenChance(logits[b], heat[b], numbers)
-        verdicts.append(rejection_walk(replace(draft, q=known), chance.shaped, chance))
+        draws = _GivenChance(logits[b], heat[b], numbers)
+        verdicts.append(rejection_walk(replace(draft, q=known), draws.probabilities, draws))
     return _accepted(tree, verdicts)
 
 
@@ -217,7 +217,7 @@ class _GivenChance:
         self._logits, self._temperature, self._uniforms = logits, temperature, uniforms
         self._depth = self._tried = 0
 
-    def shaped(self, row: int, path: Sequence[int]) -> Tensor:
+    def probabilities(self, row: int, path: Sequence[int]) -> Tensor:
         """Return p [V]. It is NaN for a row without a finite maximum. The walk ends at such a row, and accepts nothing
         there."""
         self._depth, self._tried = len(path), 0

@@ -26,7 +26,7 @@ from paceline.cli.commands import parsed
 from paceline.cli.serve import ServedModels, ServerOptions, application
 from paceline.errors import InvalidOption
 from paceline.integrations.replica_streams import known, parts
-from paceline.integrations.routing import Route, ranks, route_of
+from paceline.integrations.routing import Route, rank_replicas, route_of
 from paceline.kernels.torch_variables import RUNNING
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import ApiError, api_error
@@ -64,7 +64,7 @@ class PrefixRouter(RequestRouter):
             route = pending_request.kwargs["route"]
         names = [replica.replica_id.unique_id for replica in candidate_replicas]
         loads = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidate_replicas]
-        return [[candidate_replicas[i] for i in group] for group in ranks(route, names, loads.__getitem__)]
+        return [[candidate_replicas[i] for i in group] for group in rank_replicas(route, names, loads.__getitem__)]
 
 
 class Replica:

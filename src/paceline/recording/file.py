@@ -17,7 +17,14 @@ from paceline.engine.request import Request
 from paceline.errors import CannotWrite, InvalidData
 from paceline.files.jsonl import MAX_LINE_BYTES, BoundedJournal, Journal, JsonlFile
 from paceline.protocols import Closable, TargetWithHead
-from paceline.recording.rows import ENDS, RecordedReply, RecordingHeader, parse_header, parse_reply, seeded
+from paceline.recording.rows import (
+    RECORDED_FINISH_REASONS,
+    RecordedReply,
+    RecordingHeader,
+    parse_header,
+    parse_reply,
+    recorded_parameters,
+)
 from paceline.sampling.parameters import Sampling
 
 _LOG = logging.getLogger("paceline")
@@ -91,10 +98,10 @@ class ReplyRecorder(Closable):
         split = request.num_prompt_tokens
         prompt, reply = tuple(request.token_ids[:split]), tuple(request.token_ids[split:])
         repeatable = request.sampler.rule == "match" and not sampling.processors and not request.images
-        if request.finish not in ENDS or not repeatable or not reply:
+        if request.finish not in RECORDED_FINISH_REASONS or not repeatable or not reply:
             self.skipped += 1
         elif self._journal and self.error is None:
-            how = seeded(sampling, request.sampler.noise.seed)
+            how = recorded_parameters(sampling, request.sampler.noise.seed)
             row = RecordedReply(prompt, reply, request.finish, how, sample, round(started, 6))
             try:
                 self._journal.append(row.as_dict())

@@ -338,7 +338,7 @@ def _rendered(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]]) -> str:
     given = [function.shown for function in prompt.tools.offered]
     template = llm.tokenizer.template_for(bool(given))
     if tools.knows_tools(template):
-        chat, given = tools.fitted(template, _call_format(llm), check_messages(chat), given)
+        chat, given = tools.adapt_to_template(template, _call_format(llm), check_messages(chat), given)
         return _applied(llm, prompt, chat, given)
     if given:
         return _applied(llm, prompt, tools.with_tools(check_messages(chat), given), [])

@@ -16,7 +16,7 @@ from functools import partial
 from math import inf
 
 from paceline.cache.slots import SlotTable
-from paceline.cache.state import held
+from paceline.cache.state import max_states
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.prompt_logprobs import PromptReader
@@ -438,7 +438,7 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
     if not lengths:
         return 0
     positions = max(lengths) << (len(lengths) - 1).bit_length() if rectangle else sum(lengths)
-    return positions + math.ceil(sum(map(held, lengths)) * state)
+    return positions + math.ceil(sum(map(max_states, lengths)) * state)
 
 
 def trim_memory() -> None:

@@ -51,7 +51,7 @@ def backend_from_gguf(fields: Fields, *, strips_spaces: bool = False) -> Tokeniz
     _add_tokens(backend, tokens, kinds, strips_spaces and model == "llama")
     defaults = {"bos_token": bos, "eos_token": False}
     added = {role: fields.get(f"tokenizer.ggml.add_{role}", default) for role, default in defaults.items()}
-    frame(backend, special_tokens(backend, fields), added)
+    set_bos_and_eos(backend, special_tokens(backend, fields), added)
     return backend
 
 
@@ -175,7 +175,7 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], strips:
     backend.add_special_tokens([token for token in found if token.special])
 
 
-def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
+def set_bos_and_eos(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
     """Make `backend` add BOS and EOS to each text, or not.
 
     Args:

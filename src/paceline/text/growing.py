@@ -131,7 +131,7 @@ class GrowingText:
         return ""
 
 
-def finish(reading: Reading[T]) -> T:
+def result_of(reading: Reading[T]) -> T:
     """Return the result of a reader of a complete text."""
     try:
         next(reading)

@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 from math import isfinite
 from typing import Any
 
-from paceline.text.growing import GrowingText, Malformed, Reading, finish
+from paceline.text.growing import GrowingText, Malformed, Reading, result_of
 
-DEPTH = 100
+MAX_DEPTH = 100
 """Maximum nesting depth of lists and objects."""
 
 _QUOTES = ('"', "'")
@@ -33,10 +33,10 @@ def parse(text: str) -> Any:
     """Parse a complete text. Raise `Malformed` if it is not a single value."""
     growing = GrowingText(text, over=True)
     reader = JsonReader(growing)
-    finish(growing.space())
-    value = finish(reader.value())
-    finish(growing.space())
-    rest = finish(growing.ahead())
+    result_of(growing.space())
+    value = result_of(reader.value())
+    result_of(growing.space())
+    rest = result_of(growing.ahead())
     if reader.unclosed or rest:
         raise Malformed
     return value
@@ -142,7 +142,7 @@ class JsonReader:
         if bracket := (yield from self._text.skip(*_CLOSERS)):
             inner: Any = {} if bracket == "{" else []
             open_.append((inner, _CLOSERS[bracket]))
-            if len(open_) > DEPTH:
+            if len(open_) > MAX_DEPTH:
                 raise Malformed
             return inner
         if quote := (yield from self._text.skip(*self._quotes)):

@@ -15,7 +15,7 @@ from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from paceline.files.reading import MIB, library_errors, read_json_if_exists, read_text
 from paceline.files.schema import TOKENIZER
 from paceline.text.data_encoder import DataEncoder
-from paceline.text.gguf_tokenizer import backend_from_gguf, frame, special_tokens
+from paceline.text.gguf_tokenizer import backend_from_gguf, set_bos_and_eos, special_tokens
 from paceline.text.template_text import TemplateText
 from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
@@ -74,7 +74,7 @@ class Tokenizer:
             _add_tokens(backend, config.get("added_tokens_decoder"))
             added = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
             if added != {"bos_token": None, "eos_token": None}:  # otherwise tokenizer.json decides
-                frame(backend, special, added)
+                set_bos_and_eos(backend, special, added)
         return Tokenizer(backend, special, *_default_and_named(_templates(path, config)))
 
     @staticmethod

@@ -33,7 +33,7 @@ def load_tower(
         UnsupportedModel: If the installed transformers does not have the model.
         CorruptModel: If config, settings and tensors do not fit each other.
     """
-    with quiet(), library_errors("the vision tower cannot be loaded", _FETCH_AGAIN):
+    with silence_transformers(), library_errors("the vision tower cannot be loaded", _FETCH_AGAIN):
         own = transformers.AutoConfig.for_model(**config)
         shape = own.get_text_config()
         # The language model runs elsewhere, so make transformers' language model as small as possible.
@@ -77,7 +77,7 @@ def _class(name: str) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Suppress transformers' messages about the language model, which is missing on purpose."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
