@@ -252,7 +252,7 @@ def test_the_speculation_of_own_loop_md_has_the_targets_distribution_in_thirty_l
     assert len([line for line in body.splitlines() if line.strip()]) <= 30
     for count, length in ((1, 2), (2, 1)):
         assert farthest(source, count, length) < 1e-12
-        no_residual = source.replace("(p[kept] - q[kept]).clamp(min=0)", "p[kept]")
+        no_residual = source.replace("(p[accepted] - q[accepted]).clamp(min=0)", "p[accepted]")
         assert farthest(no_residual, count, length) > 1e-3
 
 

@@ -42,8 +42,15 @@ def block() -> tuple[Recipe, type[Drafter]]:
     return BlockRecipe(BlockConfig(LAYER, (1, 2, 3), 4, mask_token=36), TARGET, EVERY), BlockDrafter
 
 
+def block_with_markov_head() -> tuple[Recipe, type[Drafter]]:
+    config = BlockConfig(LAYER, (1, 2, 3), 3, mask_token=36, from_anchor=True, draft_vocab=36, markov=8)
+    return BlockRecipe(config, TARGET, EVERY[1:]), BlockDrafter
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "least"), [(medusa, 1.1), (early_exit, 1.3), (block, 2.0)])
+@pytest.mark.parametrize(
+    ("make", "least"), [(medusa, 1.1), (early_exit, 1.3), (block, 2.0), (block_with_markov_head, 2.0)]
+)
 def test_a_trained_drafter_drafts_as_well_as_training_said(make, least: float, tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe, kind = make()

@@ -50,7 +50,11 @@ class TrainOptions:
     vocabulary: int | None = _drafter("Tokens that the drafter can draft.", min=1, show_default="all")
     ffn: int | None = _drafter("Feed-forward width.", min=1, show_default="the target's")
     layers: int | None = _drafter("Number of layers in a block drafter or Medusa head, or before an early exit.", min=1)
-    rank: int = _drafter("Rank of an early exit's projection.", min=1, default=256)
+    rank: int | None = _drafter(
+        "Rank of an early exit's projection, or of a block drafter's Markov head.",
+        min=1,
+        show_default="256 for early-exit, no Markov head",
+    )
     bits: int = _drafter("Bits per weight in the file: 16 (bfloat16), or 4 (only Paceline reads it).", default=16)
     steps: int = _training("Draft length to train for, in tokens.", min=1, default=5)
     epochs: float = _training("Passes over the data.", default=1.0)

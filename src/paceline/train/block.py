@@ -1,8 +1,10 @@
-"""Recipe of a block drafter (DFlash, arXiv 2602.06036): one pass guesses a whole block.
+"""Recipe of a block drafter (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147): one pass guesses a whole block.
 
 In training, blocks begin at many places of the answer and share one pass. A block sees the target's states before its
 place, and attends to itself in both directions. Entry 0 is the real token at its place, and all other entries are
-masks. Entry k guesses the token k places ahead.
+masks. Entry k guesses the token k places ahead, or k + 1 places ahead if `from_anchor` is set. The guess of an entry
+cannot depend on the guesses before it. A Markov head corrects this: it adds logits that depend on the previous token,
+which is the real one in training and the drafted one in decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from paceline.models.heads import BlockConfig
 from paceline.models.rope import Rotary
 from paceline.protocols import EmbeddingAndHead
 from paceline.train.network import MLP, DraftAttention, Factors, Norm, factors
-from paceline.train.recipe import DraftPlaces, GuessTally, Recipe
+from paceline.train.recipe import DraftPlaces, GuessTally, Recipe, gather
 from paceline.train.states import DocumentBatch
 from paceline.types import Tap
 
@@ -61,6 +63,15 @@ class _BlockLayer(nn.Module):
         self.self_attn, self.mlp = _BlockAttention(c, c.hidden), MLP(c)
 
 
+class _MarkovHead(nn.Module):
+    """DSpark's correction of logits by the previous token. Untrained, it corrects nothing."""
+
+    def __init__(self, vocab: int, rank: int, known: int) -> None:
+        super().__init__()
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, known, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+
+
 class Network(nn.Module):
     """Network of a block drafter, with parameters named as in `models/heads.py`."""
 
@@ -71,6 +82,8 @@ class Network(nn.Module):
         self.fc = nn.Linear(len(config.taps) * c.hidden, c.hidden, bias=False)
         self.hidden_norm, self.norm = Norm(c.hidden, c.norms.eps), Norm(c.hidden, c.norms.eps)
         self.layers = nn.ModuleList(_BlockLayer(c) for _ in range(c.layers))
+        if config.markov:
+            self.markov_head = _MarkovHead(c.vocab_size, config.markov, config.draft_vocab or c.vocab_size)
         self._rotary = Rotary(c.rope, c.head_dim, torch.float32, torch.device("cpu"))
 
     def forward(self, batch: DocumentBatch, pending: Tensor, x: Tensor) -> Tensor:
@@ -103,12 +116,13 @@ class Network(nn.Module):
 
 
 class BlockRecipe(Recipe):
-    """Recipe of a block drafter, which uses the target's output head."""
+    """Recipe of a block drafter, which uses the target's output head, or some of its rows."""
 
     config: BlockConfig
     module: Network
 
     def __init__(self, config: BlockConfig, target: EmbeddingAndHead, vocabulary: Tensor) -> None:
+        """Build the network. `vocabulary` [K] holds the token ids to draft from, ascending."""
         super().__init__(config, Network(config), target, vocabulary, config.depth)
         self.start_at_unit_logits(self.module.norm)
 
@@ -121,9 +135,20 @@ class BlockRecipe(Recipe):
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         states = self.module(batch, places.pending, self._embedded(batch, places.pending))
-        rows = tally.rows(self.teacher.rows)
+        rows, first = tally.rows(self.teacher.rows), self.config.size - self.config.depth
         for step, real in enumerate(places.real):
-            tally.add(F.linear(states[:, :, step + 1][real], rows))
+            logits = F.linear(states[:, :, first + step][real], rows)
+            if self.config.markov:
+                before = gather(batch.tokens, places.pending + step)[real]
+                head = self.module.markov_head
+                logits = logits + F.linear(head.markov_w1(before), tally.rows(head.markov_w2.weight))
+            tally.add(logits)
+
+    def tensors(self) -> dict[str, Tensor]:
+        if not self.config.draft_vocab:
+            return super().tensors()
+        head = self.teacher.rows.to("cpu", torch.bfloat16)
+        return super().tensors() | self.teacher.token_maps(self.config.layer.vocab_size) | {"lm_head.weight": head}
 
     def _embedded(self, batch: DocumentBatch, pending: Tensor) -> Tensor:
         """Return the embedded blocks: the pending token, then masks."""

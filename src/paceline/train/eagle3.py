@@ -166,7 +166,4 @@ class Eagle3Recipe(Recipe):
             tally.add(F.linear(output[real], rows))
 
     def tensors(self) -> dict[str, Tensor]:
-        vocabulary = self.teacher.vocabulary.cpu()
-        known = torch.zeros(self.config.layer.vocab_size, dtype=torch.bool)
-        known[vocabulary] = True
-        return super().tensors() | {"d2t": vocabulary - torch.arange(len(vocabulary)), "t2d": known}
+        return super().tensors() | self.teacher.token_maps(self.config.layer.vocab_size)

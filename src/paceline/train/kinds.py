@@ -41,7 +41,8 @@ class TrainJob:
         ffn: Width of the feed-forward network (EAGLE-3, block).
         taps: Layers of the target that the drafter reads (EAGLE-3, block).
         layers: Layers before an early exit, of a block drafter, or of each Medusa head.
-        rank: Rank of the projection at an early exit.
+        rank: Rank of the projection at an early exit, or of a block drafter's Markov head. By default, an early exit
+            has rank 256, and a block drafter has no Markov head.
         steps: Draft length that the drafter is trained for.
         cache: Hidden states to keep on disk between epochs, in GiB.
         start: Trained drafter of the same kind and shape to begin with. None begins with new weights.
@@ -64,7 +65,7 @@ class TrainJob:
     ffn: int | None = None
     taps: tuple[Tap, ...] | None = None
     layers: int | None = None
-    rank: int = 256
+    rank: int | None = None
     steps: int = 5
     cache: float = 8.0
     start: Path | None = None
@@ -85,13 +86,17 @@ def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
         raise InvalidOption(
             f"the layers before an early exit must be 1 to {c.layers - 1}, got {layers}", "Correct --layers"
         )
-    return ExitConfig(c.hidden, layers, min(job.rank, c.hidden))
+    return ExitConfig(c.hidden, layers, min(job.rank or 256, c.hidden))
 
 
-def _block(c: ModelConfig, job: TrainJob, mask: int) -> BlockConfig:
+def _block(c: ModelConfig, job: TrainJob, mask: int, size: int) -> BlockConfig:
     norms = NormConfig(c.norms.eps, heads="shared")
     layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", norms=norms)
-    return BlockConfig(layer, job.taps or spread_taps(c.layers), job.steps + 1, mask)
+    known = size if size < c.vocab_size else 0
+    taps = job.taps or spread_taps(c.layers)
+    if not job.rank:
+        return BlockConfig(layer, taps, job.steps + 1, mask, draft_vocab=known)
+    return BlockConfig(layer, taps, job.steps, mask, from_anchor=True, draft_vocab=known, markov=job.rank)
 
 
 def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
@@ -103,7 +108,7 @@ def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
     if job.kind == "medusa":
         return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
     # The mask may be any token that never occurs inside a block, such as EOS.
-    return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0])
+    return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0], size)
 
 
 def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:

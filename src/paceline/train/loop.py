@@ -19,7 +19,7 @@ from paceline.train.states import DocumentBatch, States
 
 CHECKPOINT = "checkpoint.pt"
 
-_ENDS = ("lm_head.weight", "embed_tokens.weight")
+_ENDS = ("lm_head.weight", "embed_tokens.weight", "markov_w1.weight", "markov_w2.weight")
 
 
 @dataclass(frozen=True, slots=True)
