@@ -246,7 +246,7 @@ def test_the_way_follows_from_the_share_of_tokens(caplog: pytest.LogCaptureFixtu
         (record,) = caplog.records
         assert "model:x has another tokenizer than the target" in record.message
         assert ("tokenized again" in record.message) == (kind is TextDrafter)
-        assert (VocabMap(ours, draft).share() >= MIN_SHARED_VOCABULARY) == (kind is SharedTokenDrafter)
+        assert (VocabMap(ours, draft).shared_fraction() >= MIN_SHARED_VOCABULARY) == (kind is SharedTokenDrafter)
     assert type(make_drafter("model:x", ours, lambda reference: model("byte-level", 1))) is DraftModel
 
 
@@ -268,7 +268,7 @@ def test_a_tokenizer_without_words_is_refused() -> None:
 def test_published_tokenizers_draft_for_each_other(target: str, draft: str, way: str) -> None:
     ours, theirs = (published(name, seed) for seed, name in enumerate((target, draft)))
     words = VocabMap(ours, theirs)
-    assert words.share() > 0.75
+    assert words.shared_fraction() > 0.75
     llm = LLM(ours, WAYS[way](words), DraftBudget(6, 3, 2))
     for prompt in ("Naïve 中文 text, 1234 of it.\n\n", "<|im_start|>user\nHi<|im_end|>"):
         for how in (Sampling(max_new_tokens=12), Sampling(max_new_tokens=12, temperature=0.8, seed=1)):

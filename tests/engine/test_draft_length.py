@@ -410,7 +410,7 @@ def test_a_try_that_read_a_part_of_the_backlog_is_charged_for_that_part() -> Non
         controller = Driven(DraftBudget.chain(1))
         controller._catch_up = FadingMean(0.001)
         controller.choose(unread=1000)
-        controller.last = replace(controller.last, at=1, best=0, tried=True, saved=0.0)
+        controller.last = replace(controller.last, size_index=1, best_index=0, is_try=True, savings=0.0)
         controller.take([DraftBudget.chain(1)], [Draft(unread=left)], [Verdict((), (0,))], 0.1, 0.01, 1, 1)
         saved.append(controller._saved)
     assert saved[1] - saved[0] == pytest.approx(900 * 0.001)

@@ -77,7 +77,7 @@ class Reading:
     async def tokens(self) -> list[int]:
         """Return all unread tokens. Raise the error that ended the reply early."""
         tokens: list[int] = []
-        while not (output := await self.outputs.get()).over:
+        while not (output := await self.outputs.get()).is_last:
             tokens += [chunk.token_id for chunk in output.chunks]
         if self.handle.error:
             raise self.handle.error

@@ -14,7 +14,7 @@ def fixed_plan(
     """Return a plan that gives each request this budget, which is one of the controller's sizes."""
     # A pause never follows a plan with a best size, so every round gets such a plan.
     best = len(controller.sizes) - 1
-    return DraftPlan([budget] * len(requests), pace=pace, at=controller.sizes.index(budget), best=best)
+    return DraftPlan([budget] * len(requests), pace=pace, size_index=controller.sizes.index(budget), best_index=best)
 
 
 class Driven(Controller):

@@ -98,13 +98,13 @@ def test_only_contents_of_the_text_are_read(text: str, step: int) -> None:
         for at in range(0, len(text), step):
             growing.push(text[at : at + step])
             next(reading)
-        growing.over = True
+        growing.is_complete = True
         outcome = result_of(reading)
     except StopIteration as ended:
         outcome = ended.value
     except Malformed:
         pass
-    whole = GrowingText(text, over=True)
+    whole = GrowingText(text, is_complete=True)
     try:
         expected = result_of(JsonReader(whole).value())
     except Malformed:

@@ -96,7 +96,7 @@ def _score_all(
         (a, x), (b, y) = map(_score, found)
         return a, b, x + y
 
-    scored = sides.at_once(one, enumerate(tasks, first))
+    scored = sides.run_concurrently(one, enumerate(tasks, first))
     for side, asked in ((sides.speculative, speculative), (sides.plain, plain)):
         side.requests, side.tokens, side.drafted = asked.requests, asked.tokens, asked.drafted
     return [one for one in scored if one]

@@ -186,7 +186,7 @@ class CallParser:
 
     def flush(self) -> tuple[str, Sequence[Piece]]:
         """End the reply. Return text that was held back, and calls that lack an end marker."""
-        self._text.over = True
+        self._text.is_complete = True
         shown, calls = self.push("")
         return shown + ("" if self.called else "".join(self._space)), calls
 
@@ -224,7 +224,7 @@ class CallParser:
                 self._found.append(shown)
             if start:
                 return self._forms[start]
-            if self._text.over:
+            if self._text.is_complete:
                 return None
             yield
 

@@ -205,7 +205,7 @@ class TaggedArguments:
 
     def flush(self) -> str:
         """End the reply. Return the rest of the JSON, with its closing brace if the call is complete."""
-        self._text.over = True
+        self._text.is_complete = True
         more = self.push("")
         return more + (self._after_last("") + "}" if self.complete else "")
 

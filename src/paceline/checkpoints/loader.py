@@ -330,7 +330,7 @@ def held_precision(
     """Return how float matrices are quantised, or None if they are not quantised.
 
     By default, a GGUF file keeps its own codes, which are smaller than floats, and faster if there are kernels for
-    them. A draft model is quantised to 4 bits if there are kernels. This is the fastest precision that keeps 97 % of
+    them. A draft model is quantised to 4 bits if there are kernels. This is the fastest precision that keeps 97% of
     the acceptance (benchmarks/results/2026-11-23-drafts.md).
 
     Args:

@@ -49,7 +49,7 @@ def cross_vocabulary_drafter(target: Loaded, draft: Loaded, name: str) -> Drafte
     for side, texts in (("The target", vocab_map.target_bytes), (name, vocab_map.draft_bytes)):
         if not texts:
             raise TokenizerMismatch(f"{side} has no token that stands for text", "Use a text model as the draft model")
-    share = vocab_map.share()
+    share = vocab_map.shared_fraction()
     how = "and only these are drafted" if share >= MIN_SHARED_VOCABULARY else "so the drafted text is tokenized again"
     getLogger(__name__).warning(
         "%s has another tokenizer than the target. They share %.0f %% of the tokens of a sample text, %s",

@@ -52,7 +52,7 @@ class Suffix(Drafter):
         limit: Maximum number of tokens per text (about 0.6 kB each), at least 2. When it is exceeded, the older half is
             dropped.
         floor: Minimum probability of a node, 0 to 1. With 0, every budget is filled. The default suits targets whose
-            passes take about 4 % longer for each additional row.
+            passes take about 4% longer for each additional row.
         memory: Maximum number of remembered tokens, at least 2, if `remember` is True. None for the same number as
             `limit`.
 

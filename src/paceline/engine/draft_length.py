@@ -177,12 +177,12 @@ class DraftPlan:
         price: See `Ask`.
         pace: See `Ask`.
         asked: Expected number of requests that get a draft.
-        at: Index of the chosen size.
-        best: Index of the size that seems best.
-        tried: True if the chosen size is a try. Its expected loss has been taken from the savings.
-        saved: Seconds of savings that remain for other tries.
+        size_index: Index of the chosen size.
+        best_index: Index of the size that seems best.
+        is_try: True if the chosen size is a try. Its expected loss has been taken from the savings.
+        savings: Seconds of savings that remain for other tries.
         plain: Expected seconds of a round without drafts.
-        new: Share of the round's requests that have just begun.
+        new_share: Share of the round's requests that have just begun.
         resting: True in a pause without drafts.
     """
 
@@ -190,12 +190,12 @@ class DraftPlan:
     price: float = 0.0
     pace: float = 0.0
     asked: int = 1
-    at: int = 0
-    best: int = 0
-    tried: bool = False
-    saved: float = 0.0
+    size_index: int = 0
+    best_index: int = 0
+    is_try: bool = False
+    savings: float = 0.0
     plain: float = 0.0
-    new: float = 0.0
+    new_share: float = 0.0
     resting: bool = False
 
 
@@ -361,8 +361,8 @@ class Controller:
 
     def learn(self, outcome: Outcome) -> None:
         """Learn from the outcome of a plan, and count the round."""
-        if outcome.plan.new:
-            self._begin(outcome.plan.new)
+        if outcome.plan.new_share:
+            self._begin(outcome.plan.new_share)
         own = sum(len(verdict.tokens) for verdict in outcome.verdicts)
         if outcome.plan.resting and outcome.drafts:
             self.rest(own, outcome.ended, outcome.others)
@@ -373,7 +373,7 @@ class Controller:
         self._round += 1
         self._count(outcome)
         self._learn_pass(outcome)
-        if outcome.plan.at:
+        if outcome.plan.size_index:
             self._learn_drafts(outcome)
 
     @property
@@ -399,19 +399,19 @@ class Controller:
     def _count(self, outcome: Outcome) -> None:
         """Apply a plan that was carried out: its try, its savings, and the pause after a decision to draft nothing."""
         plan, costs = outcome.plan, self._costs_of(outcome.plan.asked)
-        self._rest, self._plain, self._saved = self._round, plan.plain, plan.saved
-        if plan.tried:
+        self._rest, self._plain, self._saved = self._round, plan.plain, plan.savings
+        if plan.is_try:
             self._last_try = self._round
             # The loss of the try included reading the whole backlog. Give back the part that was not read.
             left = sum(draft.unread for draft in outcome.drafts) / len(outcome.drafts)
             self._saved += outcome.together * self._catch_up.value * left
-        if plan.best:
+        if plan.best_index:
             self._pause = _MIN_TRY_GAP
         elif self._passes[False].known:
             self._rest += self._pause - 1
             self._pause = _LONG_GAP
-        costs.tried[plan.at] = self._round
-        costs.tries[plan.at] += 1
+        costs.tried[plan.size_index] = self._round
+        costs.tries[plan.size_index] += 1
 
     def _begin(self, share: float) -> None:
         """Expect the drafter's usual acceptance from texts that have just begun. `share`: Their share of all texts."""
@@ -427,14 +427,14 @@ class Controller:
 
     def _learn_drafts(self, outcome: Outcome) -> None:
         budgets, drafts = outcome.budgets, outcome.drafts
-        if all(budget == self.sizes[outcome.plan.at] for budget in budgets):
+        if all(budget == self.sizes[outcome.plan.size_index] for budget in budgets):
             # Do not learn from rounds with drafts that were shortened at the end of a text or of a cache block.
             self._learn_costs(outcome)
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
             if verdict.path:
                 self._rest, self._pause = self._round, _MIN_TRY_GAP
             if verdict.finish is None and not draft.unread:
-                self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth, outcome.plan.at)
+                self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth, outcome.plan.size_index)
                 if self._chains:
                     self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
 
@@ -445,7 +445,7 @@ class Controller:
     def _learn_costs(self, outcome: Outcome) -> None:
         """Learn the costs of drafting and of the pass. If the drafter read many tokens, its time only shows the cost of
         reading."""
-        drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.at
+        drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.size_index
         reading = sum(draft.unread for draft in drafts)
         costs, depth = self._costs_of(outcome.plan.asked), self._depths[at]
         mean = sum(len(draft.tokens) for draft in drafts) / len(drafts)

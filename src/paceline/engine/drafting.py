@@ -163,7 +163,7 @@ def _budgets(
     plan: DraftPlan, states: Mapping[int, RequestState], members: Members, cache: KVCache
 ) -> dict[int, DraftBudget]:
     """Return the plan's budgets, limited by `_limited`. Empty budgets are omitted."""
-    given = zip(states, plan.budgets, strict=True) if plan.at else ()
+    given = zip(states, plan.budgets, strict=True) if plan.size_index else ()
     cut = ((i, _limited(budget, members[i], cache)) for i, budget in given if budget.nodes)
     return {i: budget for i, budget in cut if budget.nodes}
 
@@ -245,7 +245,7 @@ def learn(
             for i in part.states:
                 requests[i].judged.add(part.controller)
             own = [i for i in part.states if _is_own(number, drafts[i])]
-            carried_out = [i for i in own if i in part.budgets] if part.plan.at else own
+            carried_out = [i for i in own if i in part.budgets] if part.plan.size_index else own
             outcome = Outcome(
                 part.plan,
                 [part.states[i] for i in carried_out],

@@ -278,7 +278,7 @@ class Engine:
             request.stats.diverged = self.prefixes.divergence(ids, request.adapter, known)
         if hit is None:
             return 0
-        length = request.images.whole(hit.length) if request.images else hit.length
+        length = request.images.without_partial_image(hit.length) if request.images else hit.length
         known = self.cache.load(request.slot, hit.target, length)
         # The cache may load nothing, because a resumed text keeps the rotary factors of its original prompt length.
         if policy and known and (saved := hit.drafters.get(policy.name)):

@@ -10,7 +10,7 @@ _MAX_STALL_SECONDS, _MAX_TURN_SECONDS = 0.03, 0.5
 no reply is running. If a round takes longer than `_MAX_STALL_SECONDS`, prompts may take as long as that round."""
 _MIN_TOKENS_WHILE_RUNNING, _MIN_TOKENS_ALONE = 8, 32
 """Minimum number of tokens to feed with and without running replies. Smaller passes are less efficient: on CPUs, a
-token costs 15 to 35 % more in a pass of 16 rows than in a pass of 256 rows
+token costs 15 to 35% more in a pass of 16 rows than in a pass of 256 rows
 (docs/notes/engine.md#reading-prompts-in-turns)."""
 
 

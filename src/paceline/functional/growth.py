@@ -266,7 +266,7 @@ def _path_scores(nodes: DraftTree) -> Sequence[float]:
 
 
 def _clean(logits: Tensor) -> tuple[Tensor, list[list[bool]]]:
-    """Move logits [B, W, V] to the host, and replace NaN and +inf by -inf. Return the logits, and True for each row
+    """Move logits [B, W, V] to the host, and replace NaN and +inf with -inf. Return the logits, and True for each row
     that contained NaN or +inf."""
     wide = widen(logits).cpu()
     bad = wide.isnan() | (wide == torch.inf)

@@ -152,7 +152,7 @@ class _Rewriter:
             self._refuse(made, key, f"{key} {bound}")
 
     def _choices(self, made: Schema) -> None:
-        """Replace oneOf by anyOf if the branches exclude each other, because both then have the same meaning."""
+        """Replace oneOf with anyOf if the branches exclude each other, because both then have the same meaning."""
         branches = made.get("oneOf")
         if not isinstance(branches, list):
             return
@@ -167,7 +167,7 @@ class _Rewriter:
             made["anyOf"] = branches
 
     def _strings(self, made: Schema) -> None:
-        """Replace look-ahead in a pattern by additional patterns. A text must match all of them."""
+        """Replace look-ahead in a pattern with additional patterns. A text must match all of them."""
         pattern = made.get("pattern")
         if not isinstance(pattern, str) or not has_look_around(pattern):
             return
@@ -211,7 +211,7 @@ class _Rewriter:
             made["maxItems"] = max(least, different if most is None else min(different, most))
 
     def _names(self, made: Schema) -> None:
-        """Replace propertyNames by properties or patternProperties."""
+        """Replace propertyNames with properties or patternProperties."""
         if "propertyNames" not in made:
             return
         names = self._document.resolved(made["propertyNames"])

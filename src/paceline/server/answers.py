@@ -103,7 +103,7 @@ class RunningRequest:
                 if round_.chunks:
                     self._count(handle, round_)
                     yield round_
-                if round_.over:
+                if round_.is_last:
                     running -= 1
                     if not handle.job.sampling.max_new_tokens and not handle.error:
                         handle.engine_reason = "length"  # without a token, no round reported the reason
@@ -168,7 +168,7 @@ class RunningRequest:
         async with aclosing(self.rounds(pause)) as rounds:
             async for round_ in rounds:
                 yield encoder.add(round_) if round_ else ()
-                if encoder.over:
+                if encoder.is_complete:
                     self.stop()
                     return
 

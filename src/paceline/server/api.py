@@ -35,13 +35,13 @@ class Encoder(ABC):
     Attributes:
         media_type: The media type of streams.
         last: The bytes that end a complete stream.
-        over: True if no further text will be shown, so that the replies can be cancelled.
+        is_complete: True if no further text will be shown, so that the replies can be cancelled.
         shows_progress: True if the client asked for the progress of its prompt.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
     last: ClassVar[bytes] = b""
-    over: bool = False
+    is_complete: bool = False
     shows_progress: bool = False
 
     def begin(self, usage: Usage) -> Sequence[Event]:

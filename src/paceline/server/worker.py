@@ -143,7 +143,7 @@ class ReplyRound:
         drafted: Number of tokens that the drafter proposed.
         drafter: The drafter's name. None for plain decoding.
         ms: Milliseconds since the previous round, or since submission.
-        over: True for the last round.
+        is_last: True for the last round.
     """
 
     index: int
@@ -151,7 +151,7 @@ class ReplyRound:
     drafted: int
     drafter: str | None
     ms: float
-    over: bool = False
+    is_last: bool = False
 
     @property
     def accepted(self) -> int:
@@ -218,11 +218,11 @@ class ReplyHandle:
         """End the reply before its next round."""
         self._task.cancelled = True
 
-    def push(self, chunks: Sequence[Chunk], drafted: int, over: bool) -> None:
+    def push(self, chunks: Sequence[Chunk], drafted: int, is_last: bool) -> None:
         """Add a round. `drafted`: tokens proposed in all rounds up to this one."""
         now = time.perf_counter()
         ms = 1000 * (now - self._last)
-        self._outputs.put_nowait(ReplyRound(self._index, chunks, drafted - self._drafted, self.drafter, ms, over))
+        self._outputs.put_nowait(ReplyRound(self._index, chunks, drafted - self._drafted, self.drafter, ms, is_last))
         self._drafted, self._last = drafted, now
 
 
@@ -347,9 +347,9 @@ class Worker:
             await asyncio.get_running_loop().run_in_executor(None, self.learner.close)
 
     def _deliver(self, rounds: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
-        for task, chunks, drafted, over in rounds:
-            reply = self._replies.pop(task) if over else self._replies[task]
-            reply.push(chunks, drafted, over)
+        for task, chunks, drafted, is_last in rounds:
+            reply = self._replies.pop(task) if is_last else self._replies[task]
+            reply.push(chunks, drafted, is_last)
 
     # Called on the engine's thread
 

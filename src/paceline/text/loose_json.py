@@ -31,7 +31,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 def parse(text: str) -> Any:
     """Parse a complete text. Raise `Malformed` if it is not a single value."""
-    growing = GrowingText(text, over=True)
+    growing = GrowingText(text, is_complete=True)
     reader = JsonReader(growing)
     result_of(growing.space())
     value = result_of(reader.value())
@@ -197,7 +197,7 @@ def _word(word: str) -> Any:
 
 
 def _without_halves(text: str) -> str:
-    """Join surrogate pairs, and replace lone surrogates by U+FFFD."""
+    """Join surrogate pairs, and replace lone surrogates with U+FFFD."""
     if text.isascii() or not _SURROGATE.search(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -166,7 +166,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _limit_time(pixels: int) -> None:
-    """In a fork, replace the time limit by the limit for this number of pixels."""
+    """In a fork, replace the time limit with the limit for this number of pixels."""
     with suppress(AttributeError):  # Windows has no timers, and no forks
         if signal.getitimer(signal.ITIMER_PROF)[0]:
             signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_PIXEL * pixels)

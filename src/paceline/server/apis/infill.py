@@ -67,12 +67,12 @@ class InfillEncoder(Encoder):
     def add(self, round_: ReplyRound) -> list[Event]:
         last = round_.chunks[-1]
         self._finish, self._stop = last.finish_reason or "", last.stop or ""
-        if self._empty or self.over or not round_.text:
+        if self._empty or self.is_complete or not round_.text:
             return []
         known = len(self._text)
         self._text += round_.text
         if self._outdented and (found := self._outdented.search(self._text, max(0, known - self._indent))):
-            self._text, self.over = self._text[: found.end()], True
+            self._text, self.is_complete = self._text[: found.end()], True
         return [{"content": self._text[known:], "stop": False}]
 
     def heartbeat(self) -> Event:
@@ -94,7 +94,7 @@ class InfillEncoder(Encoder):
         }
         return {
             "stop": True,
-            "stop_type": "limit" if self._empty or self.over else kind,
+            "stop_type": "limit" if self._empty or self.is_complete else kind,
             "stopping_word": self._stop,
             "model": self._model,
             "tokens_predicted": usage.written,
