@@ -139,14 +139,14 @@ def _width(tensors: Renamed, name: str) -> int:
 _EAGLE3 = GGUFLayout(
     "eagle3",
     {**LAYER, "attn_norm_2": "hidden_norm"},
-    top={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
+    top_level={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
     interleaved=True,
     read=_eagle3_metadata,
 )
 _DFLASH = GGUFLayout(
     "dflash",
     {**LAYER, **QK_NORMS},
-    top={
+    top_level={
         "fc.weight": "fc.weight",
         "enc.output_norm.weight": "hidden_norm.weight",
         "d2t": "d2t",
