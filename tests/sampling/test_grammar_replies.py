@@ -207,7 +207,7 @@ def test_a_matcher_that_is_not_rolled_back_fails(plain: LLM, monkeypatch: pytest
 
     def forget(self: Matcher, count: int) -> bool:
         if count:
-            del self._read[-count:], self._runs[-count:]
+            del self._read[-count:], self._forced_runs[-count:]
         return True
 
     monkeypatch.setattr(Matcher, "_roll_back", forget)
