@@ -111,7 +111,7 @@ class Family:
         rotary_key: Config key of the head size. If only a part of each head is rotated, the key of that part's size.
         names: Parts of tensor names in the files -> parts of Llama's names. They are replaced one after the other.
         tensors: Maps the config and the renamed tensors to the decoder's tensors.
-        experts_transposed: True if stacks of experts have the shape [experts, in, out].
+        turned: True if stacks of experts have the shape [experts, in, out].
         unlike_file: Maps the config and a module to the reason why the decoder's weights of this module differ from the
             trained weights in more than their names. The result is None if they do not.
         quantised: Quantisation methods whose tensors can be read.
@@ -133,7 +133,7 @@ class Family:
     rotary_key: str = "head_dim"
     names: Names = field(default_factory=dict)
     tensors: Callable[[Raw, Tensors], Tensors] = lambda raw, tensors: tensors
-    experts_transposed: bool = False
+    turned: bool = False
     unlike_file: Callable[[Raw, str], str | None] = lambda raw, module: None
     quantised: tuple[str, ...] = ()
     part_of: tuple[str, ...] = ()

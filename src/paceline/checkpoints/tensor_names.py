@@ -11,7 +11,7 @@ def decoder_tensors(config: Raw, tensors: Tensors) -> Tensors:
     """Return a checkpoint's tensors under the names, and in the form, that the decoder expects."""
     family = family_of(config)
     if names := _names(config):
-        tensors = LanguageTensors(tensors, names, turned=family.experts_transposed)
+        tensors = LanguageTensors(tensors, names, turned=family.turned)
     return family.tensors(config, tensors)
 
 

@@ -144,7 +144,7 @@ FAMILIES = (
         _llama4,
         interleaved=True,
         names={"language_model.": "", ".feed_forward.": ".mlp."},
-        experts_transposed=True,
+        turned=True,
         part_of=("llama4",),
         gguf=(
             GGUFLayout(
