@@ -189,18 +189,18 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
     tokens: list[int] = []
     parents: list[int] = []
     heap: list[tuple[float, int, int, int, int, list[Context]]] = []
-    chance, row, depth, serial = 1.0, 0, 0, 0
+    probability, row, depth, serial = 1.0, 0, 0, 0
     while len(tokens) < budget.nodes:
         if depth < budget.depth:
-            for token, share in likeliest(contexts, budget.branch):
+            for token, conditional in likeliest(contexts, budget.branch):
                 # The serial number decides ties in favour of the older node, so that contexts are never compared.
                 serial += 1
-                heappush(heap, (-share * chance, serial, token, row, depth + 1, contexts))
+                heappush(heap, (-conditional * probability, serial, token, row, depth + 1, contexts))
         if not heap:
             break
         negative, _, token, parent, depth, contexts = heappop(heap)
-        chance = -negative
-        if chance < floor and len(tokens) >= free:
+        probability = -negative
+        if probability < floor and len(tokens) >= free:
             break
         contexts = [(source, *source.step(state, length, token)) for source, state, length in contexts]
         tokens.append(token)
@@ -218,16 +218,16 @@ def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]
     """
     found: dict[int, float] = {}
     rest = 1.0
-    open_ = list(contexts)
+    remaining = list(contexts)
     for _ in range(_MAX_CONTEXTS):
-        at = _longest(open_)
-        source, state, length = open_[at]
+        at = _longest(remaining)
+        source, state, length = remaining[at]
         if not length:
             break
         rest *= 1.0 - _weigh(found, source.followers(state, _MAX_FOLLOWERS), length, rest)
         if rest < 1.0 - _MAX_TRUST:
             break
-        open_[at] = (source, *source.shorter(state))
+        remaining[at] = (source, *source.shorter(state))
     found.pop(_SEPARATOR, None)
     if len(found) < 2:
         return list(found.items())

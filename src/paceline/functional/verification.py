@@ -147,7 +147,7 @@ def verify_rejection(
             verdicts.append(walk(draft, lambda row, path, after=best[b]: after[row]))  # type: ignore[misc]
             continue
         known = {row: (q[b, row] / mass[b, row]).cpu() for row in {*draft.parents} if drawn[b][row]}
-        draws = _GivenChance(logits[b], heat[b], numbers)
+        draws = _GivenDraws(logits[b], heat[b], numbers)
         verdicts.append(rejection_walk(replace(draft, q=known), draws.probabilities, draws))
     return _accepted(tree, verdicts)
 
@@ -210,7 +210,7 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
     return cache.scatter_(2, new, cache.gather(2, old))
 
 
-class _GivenChance:
+class _GivenDraws:
     """The target's distributions in one request's round, and the random draws (`verify.rejection.Chance`)."""
 
     def __init__(self, logits: Tensor, temperature: float, uniforms: list[list[float]]) -> None:

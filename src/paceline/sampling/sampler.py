@@ -125,8 +125,8 @@ class Sampler:
 
     The target chooses tokens with it, and drafters rank candidates with it, so both use the same noise.
 
-    Rows are always shaped on the host, whichever device they come from. So a visited row costs one transfer, and the
-    same computation gives the same token for every device.
+    Rows are always processed and truncated on the host, whichever device they come from. So a visited row costs one
+    transfer, and the same computation gives the same token for every device.
     """
 
     temperature: float = 0.0
