@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.replay.run import Replayed, Replayer, Slowdown
+from paceline.bench.replay.run import Replayer, ReplayResult, Slowdown
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
@@ -261,7 +261,7 @@ class Ticking(DrafterWrapper):
 
 def ticking(
     replies: Sequence[RecordedReply], size: DraftBudget | None, draft: float = 1.0, verify: float = 1.0
-) -> Replayed:
+) -> ReplayResult:
     drafter = Ticking(DraftModel(TOY, 37))
     return Replayer(MODEL, Prices(), timer=lambda: drafter.now).run(replies, drafter, size, Slowdown(draft, verify))
 

@@ -233,7 +233,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class Trimmed(Verdict):
+class TrimmedVerdict(Verdict):
     """A verdict that is truncated where the reply ends.
 
     Attributes:
@@ -286,7 +286,7 @@ class TextStream:
         """Number of tokens that may follow before the length limit."""
         return self._state.left
 
-    def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> Trimmed:
+    def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> TrimmedVerdict:
         """Truncate a verdict after the first token that ends the reply, and convert its tokens to chunks of text.
 
         A reply ends at EOS, a stop token, a stop string, a stopping criterion or the length limit. This has no side
@@ -311,9 +311,9 @@ class TextStream:
         logprobs = self._logprobs(verdict, logits)
         # If the reply ends inside the path, the target adds no token. `map` stops at the end of the shortest list.
         chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs, stops))
-        return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
+        return TrimmedVerdict(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
-    def emit(self, verdict: Trimmed) -> list[Chunk]:
+    def emit(self, verdict: TrimmedVerdict) -> list[Chunk]:
         """Make the state that `trim` returned the current one, and return its chunks."""
         self._state = verdict.state or self._state
         return list(verdict.chunks)

@@ -17,7 +17,7 @@ from weakref import finalize, ref
 from torch import Tensor
 
 from paceline.drafters.base import Drafter
-from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
+from paceline.engine.detokenizer import Chunk, TextStream, TrimmedVerdict
 from paceline.engine.draft_policy import DraftPolicies, Speculation
 from paceline.engine.drafting import learn, plan_round, propose, taps
 from paceline.engine.prefix_cache import PrefixCache
@@ -397,7 +397,7 @@ class Engine:
             raise
 
     @staticmethod
-    def _advance(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:
+    def _advance(request: Request, draft: Draft, verdict: TrimmedVerdict, states: Mapping[Tap, Tensor]) -> None:
         """Advance a request and its drafter by a verdict that the cache has committed.
 
         `states`: Taps of the request's rows, each [T, H].

@@ -123,5 +123,5 @@ def train_job(target: str, vocab_size: int, disk: int) -> TrainJob:
 def compare_by_replay(llm: LLM, held_out: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
     """Compare two drafters over recorded replies (see `Compare`), with prices measured on this machine."""
     predictor = Predictor(llm.model, measure_prices(llm.model, held_out[0], 1))
-    old, new = (predictor.predict(Candidate(name), held_out).replayed.reply_seconds for name in (drafter, other))
+    old, new = (predictor.predict(Candidate(name), held_out).replay.reply_seconds for name in (drafter, other))
     return ratio_of_sums(old, new)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paceline.server.worker import FINISH_REASONS, Load, ReplyRound
+from paceline.server.worker import FINISH_REASONS, ReplyRound, WorkerLoad
 
 _LABEL = "model_name"
 _SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -23,7 +23,7 @@ _TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0
 class Metrics:
     """Counters and histograms of one server, in a registry of its own, each with the model's name as a label."""
 
-    def __init__(self, load: Callable[[str], Load]) -> None:
+    def __init__(self, load: Callable[[str], WorkerLoad]) -> None:
         """`load` returns the load of the model of a name."""
         self._registry, self._load = CollectorRegistry(), load
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")

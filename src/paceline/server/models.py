@@ -20,7 +20,7 @@ from paceline.server.errors import LOG, ApiError
 from paceline.server.grammars import GrammarTrials
 from paceline.server.metrics import Metrics
 from paceline.server.replies import TokenTexts
-from paceline.server.worker import Busy, Load, ServerStopping, Worker, trim_memory
+from paceline.server.worker import Busy, ServerStopping, Worker, WorkerLoad, trim_memory
 
 T = TypeVar("T")
 
@@ -204,15 +204,15 @@ class Models:
         return any(model.worker.failing for model in self._loaded.values())
 
     @property
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         """The load of all workers together at this moment."""
         loads = [model.worker.load for model in self._loaded.values()]
         cache = max((load.cache for load in loads), default=0.0)
-        return Load(sum(load.running for load in loads), sum(load.waiting for load in loads), cache)
+        return WorkerLoad(sum(load.running for load in loads), sum(load.waiting for load in loads), cache)
 
-    def _load_of(self, name: str) -> Load:
+    def _load_of(self, name: str) -> WorkerLoad:
         model = self.get(name)
-        return model.worker.load if model else Load(0, 0, 0.0)
+        return model.worker.load if model else WorkerLoad(0, 0, 0.0)
 
     def source(self, name: str | None) -> ModelSource:
         """Return the model with this name, or the first model for None. Raises `ApiError` 404 if it is not served."""

@@ -43,7 +43,7 @@ _REPLY_FRACTION = 4
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRequest:
     """A request that is ready to run.
 
     Attributes:
@@ -64,13 +64,13 @@ class Prepared:
         return self.jobs[0].sampling if self.jobs else self.model.llm.sampling()
 
 
-def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> Prepared:
+def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> PreparedRequest:
     """Prepare the replies to a request; None asks for an empty reply. Raises `PacelineError` and `ApiError`."""
     if request is None:
-        return Prepared(answer_id, model, [], [ChatReply()])
+        return PreparedRequest(answer_id, model, [], [ChatReply()])
     if isinstance(request.prompt, TextPrompt):
         jobs = _text_jobs(model, settings, request, request.prompt)
-        return Prepared(answer_id, model, jobs, [ChatReply() for _ in jobs])
+        return PreparedRequest(answer_id, model, jobs, [ChatReply() for _ in jobs])
     prompt = read_images(model.llm, settings, request.prompt)
     try:
         jobs, replies = _chat(model, settings, request, prompt)
@@ -80,7 +80,7 @@ def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | N
         most = prompt_limit(model.llm, settings)
         prompt = truncated(prompt, lambda shorter: _size(model.llm, settings, shorter), most, request.max_tokens)
         jobs, replies = _chat(model, settings, request, prompt)
-    return Prepared(answer_id, model, jobs, replies)
+    return PreparedRequest(answer_id, model, jobs, replies)
 
 
 def _chat(

@@ -117,7 +117,7 @@ class ReplyJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkerLoad:
     """The load of a worker.
 
     Attributes:
@@ -289,14 +289,14 @@ class Worker:
         return self._failures >= _FAILURES
 
     @property
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         """The load at this moment."""
         active = self._scheduler.active
         positions = self._positions([task.length for task in active])
         waiting = max(0, len(self._replies) - len(active))
         prefixes = self.llm.engine.prefixes
         disk = prefixes.disk.nbytes if prefixes is not None and prefixes.disk else 0
-        return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions), disk)
+        return WorkerLoad(len(active), waiting, min(1.0, positions / self.limits.cache_positions), disk)
 
     def default_for(self, adapter: str | None) -> Speculation:
         """Return the speculation of jobs with this adapter that set none."""

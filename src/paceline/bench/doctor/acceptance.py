@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from paceline.bench.replay.predict import format_budget
-from paceline.bench.replay.run import Replayed, Replayer
+from paceline.bench.replay.run import Replayer, ReplayResult
 from paceline.bench.replay.text_target import CannotReplay
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
@@ -158,11 +158,11 @@ def observe(
 
 def _replayed(
     replayer: Replayer, model: Loaded, drafter: Drafter, budget: DraftBudget, replies: Sequence[RecordedReply]
-) -> Replayed:
+) -> ReplayResult:
     """Replay replies. With a drafter that runs the target's own layers, generate them again instead."""
     with suppress(CannotReplay):
         return replayer.run(replies, drafter, budget)
     llm = LLM(model, drafter, budget)
     stats = [llm.generate(list(reply.prompt), reply.sampling).stats for reply in replies]
     rows = sum(max(MIN_ROWS * s.rounds, s.rounds + s.drafted) for s in stats)
-    return Replayed(stats, rows, 0.0, [s.seconds["draft"] / max(1, s.rounds) for s in stats], 0.0)
+    return ReplayResult(stats, rows, 0.0, [s.seconds["draft"] / max(1, s.rounds) for s in stats], 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.bench.costs import Costs, PassTimer, measure_costs
 from paceline.bench.figures import ratio_of_sums, rounds
 from paceline.bench.replay.prices import MeasuredPrices, ReplyLogits
-from paceline.bench.replay.run import Replayed, Replayer, Slowdown
+from paceline.bench.replay.run import Replayer, ReplayResult, Slowdown
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import same_target
 from paceline.checkpoints.loader import Loaded, load_model
@@ -60,44 +60,44 @@ class CandidatePrediction:
 
     Attributes:
         candidate: The candidate.
-        replayed: Result of replaying the replies with the candidate.
+        replay: Result of replaying the replies with the candidate.
         plain: Result of replaying the same replies with plain decoding.
     """
 
     candidate: Candidate
-    replayed: Replayed
-    plain: Replayed
+    replay: ReplayResult
+    plain: ReplayResult
 
     @cached_property
     def speedup(self) -> dict[str, float]:
         """Speed relative to plain decoding over all replies with its 95% interval, {"value", "low", "high"}."""
-        return ratio_of_sums(self.plain.reply_seconds, self.replayed.reply_seconds)
+        return ratio_of_sums(self.plain.reply_seconds, self.replay.reply_seconds)
 
     @property
     def decode_speedup(self) -> float:
         """Decoding speed relative to plain decoding. Both speeds exclude prefill. In a batch, they are the speeds of a
         single reply."""
         plain, drafted = (
-            sum(s.seconds[phase] for s in replayed.stats for phase in ("draft", "verify", "commit"))
-            for replayed in (self.plain, self.replayed)
+            sum(s.seconds[phase] for s in replay.stats for phase in ("draft", "verify", "commit"))
+            for replay in (self.plain, self.replay)
         )
         return plain / drafted if drafted else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON."""
-        inside = rounds(self.replayed.stats) or {}
+        inside = rounds(self.replay.stats) or {}
         return {
             "drafter": self.candidate.drafter,
             "draft": format_budget(self.candidate.budget),
             "exact": self.candidate.budget is not None,
             **{name: inside[name] for name in ("tokens_per_round", "drafted_per_round", "acceptance", "accepted_at")},
             "milliseconds": {name: x for name, x in inside["milliseconds"].items() if name != "other"},
-            "tokens_per_second": self.replayed.tokens / max(self.replayed.seconds, 1e-12),
+            "tokens_per_second": self.replay.tokens / max(self.replay.seconds, 1e-12),
             "plain_tokens_per_second": self.plain.tokens / max(self.plain.seconds, 1e-12),
             "ratio": self.speedup,
             "decode_ratio": self.decode_speedup,
-            "predicted_seconds": self.replayed.seconds,
-            "replay_seconds": self.replayed.replay_seconds,
+            "predicted_seconds": self.replay.seconds,
+            "replay_seconds": self.replay.replay_seconds,
         }
 
 
@@ -150,7 +150,7 @@ class Predictor:
     prefix_bytes: int = 0
     states: Path | None = None
     _slow: dict[str, Slowdown] = field(default_factory=dict)
-    _plain: dict[tuple[int, ...], Replayed] = field(default_factory=dict)
+    _plain: dict[tuple[int, ...], ReplayResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._replayer = Replayer(self.model, self.prices, self.width, self.prefix_bytes, states=self.states)
@@ -196,5 +196,5 @@ class Predictor:
         name, budget = candidate.drafter, candidate.budget
         if name not in self._slow:
             self._slow[name] = self._replayer.slowdown(replies[0], partial(self.make, name), budget, self._probe)
-        replayed = self._replayer.run(replies, self.make(name), budget, self._slow[name], on_reply=on_reply)
-        return CandidatePrediction(candidate, replayed, self._plain[key])
+        replay = self._replayer.run(replies, self.make(name), budget, self._slow[name], on_reply=on_reply)
+        return CandidatePrediction(candidate, replay, self._plain[key])

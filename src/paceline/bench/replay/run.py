@@ -52,7 +52,7 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     """Result of a replay.
 
     Attributes:
@@ -161,7 +161,7 @@ class Replayer:
         slowdown: Slowdown = Slowdown(),
         on_verify: Callable[[int], object] = lambda rows: None,
         on_reply: Callable[[], object] = lambda: None,
-    ) -> Replayed:
+    ) -> ReplayResult:
         """Replay replies.
 
         Args:
@@ -190,7 +190,7 @@ class Replayer:
             if chunk.finish_reason:
                 on_reply()
         stats = [task.request.stats for task in tasks if task.request]
-        return Replayed(stats, target.rows, clock.now, charged.seconds if charged else [], self._timer() - began)
+        return ReplayResult(stats, target.rows, clock.now, charged.seconds if charged else [], self._timer() - began)
 
     def _start(
         self, engine: Engine, target: TextTarget, clock: VirtualClock, reply: RecordedReply, source: Request | None
@@ -200,7 +200,7 @@ class Replayer:
             sampling.sampler(reply.sample, self._vocabulary), text, self._prices.choice(sampling), clock
         )
         stats = Stats(sampler.noise.seed, "bits", engine.policies.default.drafter, timer=clock)
-        stream = TextStream(_until(reply), (), lambda ids: "", target.context_length - len(reply.prompt))
+        stream = TextStream(_stop_at_recorded_end(reply), (), lambda ids: "", target.context_length - len(reply.prompt))
         request = engine.start(reply.prompt, sampler, stream, stats)
         target.set_text(request.slot, text)
         return request
@@ -233,15 +233,17 @@ class Replayer:
             hot = self.run(short, make(), budget or drafter.draft).draft_seconds
         except CannotReplay:
             return Slowdown()
-        return Slowdown(_typical(a / b for a, b in zip(cold, hot, strict=False) if b > 0), _typical(passes))
+        return Slowdown(
+            _limited_median(a / b for a, b in zip(cold, hot, strict=False) if b > 0), _limited_median(passes)
+        )
 
 
-def _typical(ratios: Iterable[float]) -> float:
+def _limited_median(ratios: Iterable[float]) -> float:
     """Return the median of ratios, limited to 1 to `_SLOWEST`."""
     return min(_MAX_SLOWDOWN, max(1.0, median([*ratios] or [1.0])))
 
 
-def _until(reply: RecordedReply) -> Sampling:
+def _stop_at_recorded_end(reply: RecordedReply) -> Sampling:
     """Return stop conditions that end a reply at its recorded end, with the recorded limit of tokens."""
     count = len(reply.reply)
     return Sampling(

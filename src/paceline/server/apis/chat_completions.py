@@ -25,7 +25,7 @@ from paceline.server.apis.openai_chat import (
 )
 from paceline.server.compat import Strict, accepted_values, accepts, ignored_parameters
 from paceline.server.errors import WrongParameter
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import BlockBegun, BlockEnded, BlockGrown, ChatReply, ReplyBlock
 from paceline.server.request import ChatPrompt, GenerateRequest, ToolOffer, reasoning_values, requested_logprobs
 from paceline.server.schema import (
@@ -316,7 +316,7 @@ class ChatCompletions(Api[ChatRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: ChatRequest, prepared: Prepared) -> ChoicesEncoder:
+    def encoder(self, body: ChatRequest, prepared: PreparedRequest) -> ChoicesEncoder:
         custom = frozenset(tool.function.name for tool in body.tools or () if tool.type == "custom")
         choices = [
             ChatChoice(

@@ -11,7 +11,7 @@ from pydantic import Field
 from paceline.server.api import Api, Encoder, Event
 from paceline.server.compat import NO_REASONING, Strict, accepts, ignored_parameters
 from paceline.server.errors import bad_request
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest, TextPrompt
 from paceline.server.schema import RequestBody, Text
@@ -136,7 +136,7 @@ class Infill(Api[InfillRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: InfillRequest, prepared: Prepared) -> InfillEncoder:
+    def encoder(self, body: InfillRequest, prepared: PreparedRequest) -> InfillEncoder:
         empty = prepared.jobs[0].prompt_only
         return InfillEncoder(prepared.model.name, empty, body.n_indent or 0, body.response_fields)
 

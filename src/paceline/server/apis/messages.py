@@ -24,7 +24,7 @@ from paceline.server.compat import (
     type_discriminator,
 )
 from paceline.server.errors import ApiError
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ReplyBlock, Usage
 from paceline.server.request import (
     ChatMessage,
@@ -420,14 +420,14 @@ class Messages(Api[MessagesRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: MessagesRequest, prepared: Prepared) -> MessagesEncoder:
+    def encoder(self, body: MessagesRequest, prepared: PreparedRequest) -> MessagesEncoder:
         return MessagesEncoder(body, prepared)
 
 
 class MessagesEncoder(Encoder):
     """A message: a sequence of blocks of thinking, text and tool use."""
 
-    def __init__(self, body: MessagesRequest, prepared: Prepared) -> None:
+    def __init__(self, body: MessagesRequest, prepared: PreparedRequest) -> None:
         [job], [self._reply] = prepared.jobs, prepared.replies
         self._head = {"type": "message", "role": "assistant", "id": prepared.id, "model": prepared.model.name}
         self._full = body.max_tokens > prepared.model.llm.model.target.context_length - len(job.tokens)

@@ -18,7 +18,7 @@ from paceline.server.apis.openai_chat import Tools
 from paceline.server.compat import Lenient, OllamaObject, accepted_values, accepts, ignored_parameters, text_or_empty
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.grammars import ANY_OBJECT
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import BlockEnded, Usage
 from paceline.server.request import (
     ChatMessage,
@@ -273,7 +273,7 @@ class _OllamaApi(Api[Asked]):
             return None
         return {**_head(body.model), **_reply(self.kind, ""), "done": True, "done_reason": "unload"}
 
-    def encoder(self, body: Asked, prepared: Prepared) -> OllamaEncoder:
+    def encoder(self, body: Asked, prepared: PreparedRequest) -> OllamaEncoder:
         return OllamaEncoder(body, prepared, self.kind)
 
 
@@ -327,7 +327,7 @@ class OllamaEncoder(Encoder):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, body: OllamaRequest, prepared: Prepared, kind: Literal["message", "response"]) -> None:
+    def __init__(self, body: OllamaRequest, prepared: PreparedRequest, kind: Literal["message", "response"]) -> None:
         """Make an encoder. `kind`: see `_OllamaApi`."""
         [self._reply] = prepared.replies
         self._model, self._kind = body.model, kind

@@ -26,7 +26,7 @@ from paceline.server.apis.responses_request import (
 )
 from paceline.server.apis.stored import ResponseStore, StoredResponse, estimated_bytes
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.preprocessing import MIN_LONG_BODY, PoolName
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values, refuse_media
@@ -110,10 +110,10 @@ class Responses(_Continuing[ResponsesRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: ResponsesRequest, prepared: Prepared) -> ResponsesEncoder:
+    def encoder(self, body: ResponsesRequest, prepared: PreparedRequest) -> ResponsesEncoder:
         return ResponsesEncoder(body, prepared, None if body.store is False else self._store)
 
-    def overflown(self, body: ResponsesRequest, prepared: Prepared, error: ContextExceeded) -> Encoder:
+    def overflown(self, body: ResponsesRequest, prepared: PreparedRequest, error: ContextExceeded) -> Encoder:
         """Return a stream with a failed response, as OpenAI's API does. Codex looks for the error there."""
         if not body.stream:
             raise error
@@ -121,7 +121,7 @@ class Responses(_Continuing[ResponsesRequest]):
         return FailingEncoder(body, prepared, error)
 
 
-def _document(body: ResponsesRequest, prepared: Prepared) -> dict[str, Any]:
+def _document(body: ResponsesRequest, prepared: PreparedRequest) -> dict[str, Any]:
     """Return a response without output, with the parameters that it repeats from its request."""
     dumped = body.model_dump(include={"text", "tool_choice"}, exclude_none=True, by_alias=True)
     sampling = prepared.sampling
@@ -161,7 +161,7 @@ def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
 class ResponsesEncoder(Encoder):
     """A response: items of reasoning, text and calls, each with the events of its beginning, growth and end."""
 
-    def __init__(self, body: ResponsesRequest, prepared: Prepared, store: ResponseStore | None) -> None:
+    def __init__(self, body: ResponsesRequest, prepared: PreparedRequest, store: ResponseStore | None) -> None:
         """Make an encoder. `store`: keeps the response. None if it is not kept."""
         [self._reply] = prepared.replies
         self._document = _document(body, prepared)
@@ -300,7 +300,7 @@ class ResponsesEncoder(Encoder):
 class FailingEncoder(ResponsesEncoder):
     """A response that fails before it has any output."""
 
-    def __init__(self, body: ResponsesRequest, prepared: Prepared, error: ApiError) -> None:
+    def __init__(self, body: ResponsesRequest, prepared: PreparedRequest, error: ApiError) -> None:
         super().__init__(body, prepared, None)
         self._error = error
 
@@ -363,7 +363,7 @@ class Compaction(_Continuing[CompactRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: CompactRequest, prepared: Prepared) -> Encoder:
+    def encoder(self, body: CompactRequest, prepared: PreparedRequest) -> Encoder:
         items = reversed(self.conversation(body))
         last = next((item for item in items if isinstance(item, MessageItem) and item.role == "user"), None)
         [reply] = prepared.replies
