@@ -119,7 +119,7 @@ def test_a_drafter_that_is_off_rests_for_most_rounds() -> None:
     assert resting > 0.8 * 400
     while not world.controller.last.resting:
         world.round()
-    assert not world.controller.plan([RequestState(fresh=True)], 1).resting, "another text may be easier to guess"
+    assert not world.controller.plan([RequestState(is_new=True)], 1).resting, "another text may be easier to guess"
 
 
 def test_it_gives_up_and_comes_back() -> None:

@@ -53,4 +53,4 @@ class Driven(Controller):
         own = self.states[: len(drafts)]
         ended = [r.written + len(v.tokens) for r, v in zip(own, verdicts, strict=True) if v.finish]
         seen = own, budgets, drafts, verdicts, drafting, verifying, together, rows
-        self.learn(Outcome(self.last, *seen, others=others, ended=ended))
+        self.learn(Outcome(self.last, *seen, other_tokens=others, ended_lengths=ended))

@@ -157,15 +157,15 @@ class RequestState(NamedTuple):
 
     Attributes:
         unread: Number of tokens of the request's text that the drafter has not read.
-        left: Maximum number of tokens that may follow.
+        remaining: Maximum number of tokens that may follow.
         written: Number of tokens of the reply so far.
-        fresh: True if the controller has not learned from any round of this request yet.
+        is_new: True if the controller has not learned from any round of this request yet.
     """
 
     unread: int = 0
-    left: int = 1 << 30
+    remaining: int = 1 << 30
     written: int = 0
-    fresh: bool = False
+    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +216,8 @@ class Outcome:
         together: Number of requests in the whole round.
         rows: Number of rows in the whole round.
         resumed: True if the pass began at the layer where drafting stopped (early exit).
-        others: Number of tokens that were committed for requests whose draft came from another part of a cascade.
-        ended: Lengths of the replies that ended, in tokens.
+        other_tokens: Number of tokens that were committed for requests whose draft came from another part of a cascade.
+        ended_lengths: Lengths of the replies that ended, in tokens.
     """
 
     plan: DraftPlan
@@ -230,8 +230,8 @@ class Outcome:
     together: int
     rows: int
     resumed: bool = False
-    others: int = 0
-    ended: Sequence[int] = ()
+    other_tokens: int = 0
+    ended_lengths: Sequence[int] = ()
 
 
 class Controller:
@@ -292,7 +292,7 @@ class Controller:
         If the drafter has a backlog for a request, the request gets a budget only if drafting pays off within its
         remaining tokens. During a pause, the plan is to rest, and no estimates are computed.
         """
-        new = sum(request.fresh for request in requests) / together
+        new = sum(request.is_new for request in requests) / together
         if not requests or (not new and self.resting):
             return DraftPlan([self.sizes[0]] * len(requests), resting=True)
         # Expect other parts of a cascade to draft for some of the requests, as often as they did in recent rounds.
@@ -330,7 +330,7 @@ class Controller:
         """Return the expected number of remaining tokens that drafts can speed up. A reply that is already long is
         expected to double its length."""
         likely = max(self._length.value - request.written, request.written)
-        return min(request.left, likely) * self._share
+        return min(request.remaining, likely) * self._share
 
     def _price(self, together: int) -> float:
         """Return the cost of an additional row in a round of `together` requests, measured in tokens of plain decoding.
@@ -365,9 +365,9 @@ class Controller:
             self._begin(outcome.plan.new_share)
         own = sum(len(verdict.tokens) for verdict in outcome.verdicts)
         if outcome.plan.resting and outcome.drafts:
-            self.rest(own, outcome.ended, outcome.others)
+            self.rest(own, outcome.ended_lengths, outcome.other_tokens)
             return
-        self._count_tokens(own, outcome.ended, outcome.others)
+        self._count_tokens(own, outcome.ended_lengths, outcome.other_tokens)
         if not outcome.drafts:
             return
         self._round += 1
