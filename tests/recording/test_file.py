@@ -252,7 +252,7 @@ def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
     with pytest.raises(InvalidData, match="line 2: the line is longer than"):
         Recording(path)
-    monkeypatch.setattr(recording_file, "_LARGEST", 100)
+    monkeypatch.setattr(recording_file, "_MAX_FILE_BYTES", 100)
     with pytest.raises(InvalidData, match="is larger than"):
         Recording(path)
     path.write_text("")

@@ -25,7 +25,7 @@ from paceline.certify.sizes import WorkSizes
 from paceline.certify.transport import Http
 from paceline.errors import InvalidOption, one_line
 
-_LARGEST = 64 << 20
+_MAX_FILE_BYTES = 64 << 20
 
 
 def certify(target: str, options: CertifyOptions) -> int:
@@ -136,7 +136,7 @@ def _confirm(sizes: WorkSizes, prompts: int, yes: bool) -> None:
 def _read_prompts(path: Path) -> list[NamedPrompt]:
     """Read prompts of a JSONL file. Raise `InvalidOption` if a line is not valid."""
     with path.open("rb") as file:
-        data = file.read(_LARGEST)
+        data = file.read(_MAX_FILE_BYTES)
     found = []
     for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():

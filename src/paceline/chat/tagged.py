@@ -35,7 +35,7 @@ _OBJECT = {
     "x-guidance",
 }
 """Keywords of a function's schema that a grammar of tagged text can enforce."""
-_MOST = 1 << 22
+_MAX_SCHEMA_CHARACTERS = 1 << 22
 """Maximum total size of the schemas in a grammar, in characters."""
 
 
@@ -296,5 +296,5 @@ def _divisible(schema: Schema) -> bool:
     """
     text = json.dumps(schema)
     references = re.findall(r'"\$ref": "([^"]*)"', text)
-    small = len(text) * len(schema["properties"]) <= _MOST
+    small = len(text) * len(schema["properties"]) <= _MAX_SCHEMA_CHARACTERS
     return small and all(name.startswith(("#/$defs/", "#/definitions/")) for name in references)

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.checkpoints.family import Family, Raw
 from paceline.checkpoints.registry import FAMILIES, ties_head
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import DECODER, FIX_INVALID_FILE, LAYERS, MOST_ROWS, check
+from paceline.files.schema import DECODER, FIX_INVALID_FILE, LAYERS, MAX_ROWS, check
 from paceline.kernels.activations import ACTIVATIONS, UNGATED
 from paceline.models.config import MatrixConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.refusals import refuse_other_kinds
@@ -109,16 +109,16 @@ def _check(c: ModelConfig) -> None:
         )
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
         uneven = isinstance(one, MatrixConfig) and one.heads % one.key_heads
-        if uneven or one.state_size > MOST_ROWS:
+        if uneven or one.state_size > MAX_ROWS:
             raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", FIX_INVALID_FILE)
     if any(c.heads % own.kv_heads or own.head_dim < 2 or own.head_dim % 2 for own in map(c.of, c.plan)):
         raise CorruptModel(
             f"{c.heads} heads do not fit the key heads of every layer, or a size is odd", FIX_INVALID_FILE
         )
     widest = max(own.head_dim for own in map(c.of, c.plan))
-    if c.heads * widest > MOST_ROWS or c.layers * c.token_inputs > MOST_ROWS:
+    if c.heads * widest > MAX_ROWS or c.layers * c.token_inputs > MAX_ROWS:
         raise CorruptModel(
-            f"{c.heads} heads of size {widest} exceed the maximum of {MOST_ROWS:,} rows", FIX_INVALID_FILE
+            f"{c.heads} heads of size {widest} exceed the maximum of {MAX_ROWS:,} rows", FIX_INVALID_FILE
         )
 
 

@@ -132,8 +132,8 @@ TEXT = FieldKind("a string", lambda value: isinstance(value, str), "strings", st
 OBJECT = FieldKind("an object", lambda value: isinstance(value, dict), "objects")
 NULL = FieldKind("null", lambda value: value is None, "null")
 
-LAYERS, EXPERTS, MOST_ROWS = 4096, 4096, 2**24
-LAYER_COUNT, SIZE, TOKENS, ROWS = integer(1, LAYERS), integer(1, 2**20), integer(2, 2**40), integer(1, MOST_ROWS)
+LAYERS, EXPERTS, MAX_ROWS = 4096, 4096, 2**24
+LAYER_COUNT, SIZE, TOKENS, ROWS = integer(1, LAYERS), integer(1, 2**20), integer(2, 2**40), integer(1, MAX_ROWS)
 HEAD_COUNT, EXPERT_COUNT = integer(1, 4096), integer(1, EXPERTS)
 EPS, BASE, FACTOR, SHARE = number(0, 1), number(2, 1e15), number(1e-6, 1e9), number(0, 1)
 _ID = integer(0, 2**32 - 1)
@@ -259,7 +259,7 @@ GGUF_ARCHITECTURE: Mapping[str, FieldKind] = {
     "block_count": LAYER_COUNT,
     **each(TOKENS, "context_length", "rope.scaling.original_context_length"),
     **each(SIZE, "embedding_length", "attention.key_length", "attention.value_length", "rope.dimension_count"),
-    "feed_forward_length": integer(0, MOST_ROWS) | _PER_LAYER,
+    "feed_forward_length": integer(0, MAX_ROWS) | _PER_LAYER,
     **each(integer(0, 2**20) | _PER_LAYER, "attention.head_count", "attention.head_count_kv"),
     **each(EPS, "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
     "attention.sliding_window": integer(),

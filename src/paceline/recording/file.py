@@ -28,7 +28,7 @@ from paceline.recording.rows import (
 from paceline.sampling.parameters import Sampling
 
 _LOG = logging.getLogger("paceline")
-_LARGEST = 1 << 32
+_MAX_FILE_BYTES = 1 << 32
 """Maximum size of a recording in bytes."""
 _ANOTHER = "Record into another file"
 
@@ -153,9 +153,10 @@ class Recording(Sequence[RecordedReply]):
             InvalidData: If a row is not valid. The message names file and line.
             OSError: If the file cannot be read.
         """
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _MAX_FILE_BYTES:
             raise InvalidData(
-                f"{path} is larger than {_LARGEST >> 30} GiB", "Remove replies from the file; each line holds one"
+                f"{path} is larger than {_MAX_FILE_BYTES >> 30} GiB",
+                "Remove replies from the file; each line holds one",
             )
         self.path, self.tokens = path, 0
         self._header: RecordingHeader | None = None

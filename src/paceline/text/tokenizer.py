@@ -21,7 +21,7 @@ from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
 TOKENIZER_LIMIT = 128 * MIB
 """Maximum size of a tokenizer.json in bytes."""
-_MOST_TEMPLATES = 32
+_MAX_TEMPLATES = 32
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -354,9 +354,7 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates of a folder by name. Files take precedence over tokenizer_config.json."""
     found = _by_name(config.get("chat_template"))
     files = {"default": path / "chat_template.jinja"}
-    files |= {
-        file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
-    }
+    files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))[:_MAX_TEMPLATES]}
     return found | {name: read_text(file) for name, file in files.items() if file.exists()}
 
 

@@ -20,7 +20,7 @@ from paceline.files.schema import (
     FIX_INVALID_FILE,
     FLAG,
     LAYERS,
-    MOST_ROWS,
+    MAX_ROWS,
     NULL,
     ROWS,
     SIZE,
@@ -126,8 +126,8 @@ def _deepseek(raw: Raw, base: ModelConfig, sigmoid: bool = True) -> ModelConfig:
         raw["qk_rope_head_dim"],
         raw["v_head_dim"],
     )
-    if base.heads * (latent.plain + latent.rotary + latent.value) > MOST_ROWS:
-        raise CorruptModel(f"{base.heads} heads of {latent} exceed the maximum of {MOST_ROWS:,} rows", FIX_INVALID_FILE)
+    if base.heads * (latent.plain + latent.rotary + latent.value) > MAX_ROWS:
+        raise CorruptModel(f"{base.heads} heads of {latent} exceed the maximum of {MAX_ROWS:,} rows", FIX_INVALID_FILE)
     experts = read_experts(raw, sigmoid) if raw["n_routed_experts"] else None
     dense = min(base.layers, (raw["first_k_dense_replace"] or 0) if experts else base.layers)
     kinds = raw["mlp_layer_types"] or [_KINDS[False]] * dense + [_KINDS[True]] * (base.layers - dense)

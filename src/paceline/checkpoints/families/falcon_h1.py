@@ -23,7 +23,7 @@ from paceline.checkpoints.families.mamba2 import (
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.errors import CorruptModel
-from paceline.files.schema import DECODER, FACTOR, FIX_INVALID_FILE, FLAG, MOST_ROWS, NULL, ROWS, check, list_of_length
+from paceline.files.schema import DECODER, FACTOR, FIX_INVALID_FILE, FLAG, MAX_ROWS, NULL, ROWS, check, list_of_length
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
 from paceline.models.config import LayerConfig, ModelConfig
@@ -31,7 +31,7 @@ from paceline.models.lazy import Renamed
 
 Multiplier = Sequence[tuple[int, float]]
 """The factors for the rows of a tensor: pairs of a number of rows and their factor, in order."""
-_ANY_ROWS = MOST_ROWS
+_ANY_ROWS = MAX_ROWS
 _FACTORS = (
     *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
     *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),

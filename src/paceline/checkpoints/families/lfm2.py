@@ -10,7 +10,7 @@ from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata, sizes_of_all_layers
 from paceline.checkpoints.layer_plans import FULL, read_types
-from paceline.files.schema import EPS, FACTOR, FLAG, LAYERS, MOST_ROWS, NULL, ROWS, FieldKind, integer, list_of, number
+from paceline.files.schema import EPS, FACTOR, FLAG, LAYERS, MAX_ROWS, NULL, ROWS, FieldKind, integer, list_of, number
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, NormConfig, ShortConvConfig
 
 _CONV, _EXPERT = "conv", ("w1", "w3", "w2")
@@ -122,7 +122,7 @@ _KEYS: dict[str, FieldKind] = {
     "full_attn_idxs": list_of(integer()) | NULL,
     "block_ff_dim": ROWS | NULL,
     "block_auto_adjust_ff_dim": FLAG,
-    "block_multiple_of": integer(1, MOST_ROWS),
+    "block_multiple_of": integer(1, MAX_ROWS),
     "block_ffn_dim_multiplier": number(0, 1e3) | NULL,
 }
 _TINY = {

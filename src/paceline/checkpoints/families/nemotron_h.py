@@ -20,7 +20,7 @@ from paceline.files.schema import (
     FACTOR,
     FLAG,
     HEAD_COUNT,
-    MOST_ROWS,
+    MAX_ROWS,
     NULL,
     ROWS,
     TEXT,
@@ -107,7 +107,7 @@ _GGUF = GGUFLayout(
     {**MAMBA_EXACT_NAMES, **BIAS},
     interleaved=True,
     read=_read,
-    keys={"moe_latent_size": integer(0, MOST_ROWS)},
+    keys={"moe_latent_size": integer(0, MAX_ROWS)},
     uneven=True,
 )
 _TINY = {

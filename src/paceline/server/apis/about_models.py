@@ -123,7 +123,7 @@ class ModelRoutes:
 # `--prefix-dir`. So `save` writes all texts to the folder, and `restore` only checks that the folder has texts for the
 # model.
 
-_LONGEST = 60.0
+_MAX_WRITE_SECONDS = 60.0
 """Maximum seconds for writing the texts of one request."""
 
 
@@ -180,7 +180,7 @@ def _save(slot: str, filename: str, model: LoadedModel) -> dict[str, Any]:
     """Write all texts in memory that are not in the folder yet. Raises `ApiError` 503 if that fails."""
     number, disk, began = _number(slot, model), _folder(model), time.perf_counter()
     missing = model.llm.engine.write_prefixes()
-    if not disk.wait(_LONGEST) or {*missing} & {*model.llm.engine.write_prefixes()}:
+    if not disk.wait(_MAX_WRITE_SECONDS) or {*missing} & {*model.llm.engine.write_prefixes()}:
         raise ApiError(503, "the texts could not be written to the folder of prefixes. See the log", code="not_saved")
     tokens = model.llm.engine.kept_tokens()
     timings = {"save_ms": _ms(began)}

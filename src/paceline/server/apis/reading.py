@@ -39,7 +39,7 @@ Answer = Callable[[str, float], dict[str, Any]]
 PromptJobs = tuple[Sequence[ReplyJob], Answer]
 """The jobs that read the prompts of a request, and its answer, which does not keep the request's body."""
 
-_MOST_TEXTS = 128
+_MAX_TEXTS = 128
 """Maximum number of texts or documents in a request. More might not fit into the queue."""
 
 
@@ -192,8 +192,8 @@ def _vectors(
     if isinstance(llm.model.target, Decoder):  # with other targets, the size of a state is known after the first pass
         _check_dimensions(size, llm.model.target.config.hidden)
     texts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    if len(texts) > _MOST_TEXTS:
-        raise bad_request(f"input must have at most {_MOST_TEXTS} texts, got {len(texts)}", "input")
+    if len(texts) > _MAX_TEXTS:
+        raise bad_request(f"input must have at most {_MAX_TEXTS} texts, got {len(texts)}", "input")
     params = ["input" if text is given else f"input.{i}" for i, text in enumerate(texts)]
     prompts = [_tokens(llm, settings, text, param, cut) for text, param in zip(texts, params, strict=True)]
     states = [PooledStates() for _ in prompts]
@@ -254,7 +254,7 @@ class RerankRequest(NamedBody):
     """Body of /v1/rerank."""
 
     query: Text
-    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
+    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=_MAX_TEXTS, fail_fast=True)]
     top_n: Annotated[int | None, Field(ge=1, description="Results to return; all unless set.")] = None
     return_documents: bool | None = None
     instruction: Annotated[Text | None, Field(description="The task to tell the model.")] = None
