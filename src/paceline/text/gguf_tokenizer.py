@@ -14,7 +14,7 @@ from paceline.text.gguf_splitters import SPLITTERS, Splitter
 
 Fields = Mapping[str, Any]
 
-_MAX_TOKEN_CHARACTERS = 1024
+_MAX_TOKEN_LENGTH = 1024
 """Maximum length of a token, in characters. It is limited because finding all ways to cut a token in two takes
 quadratic time."""
 
@@ -67,9 +67,9 @@ def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     tokens = fields.get("tokenizer.ggml.tokens")
     if not tokens:
         raise CorruptModel("the GGUF file contains no vocabulary", "Download the file again")
-    if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARACTERS:
+    if (longest := max(map(len, tokens))) > _MAX_TOKEN_LENGTH:
         raise CorruptModel(
-            f"the GGUF vocabulary contains a token of {longest} characters, but at most {_MAX_TOKEN_CHARACTERS} are allowed",
+            f"the GGUF vocabulary contains a token of {longest} characters, but at most {_MAX_TOKEN_LENGTH} are allowed",
             "Convert the model again",
         )
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
