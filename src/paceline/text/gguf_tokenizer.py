@@ -69,7 +69,8 @@ def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
         raise CorruptModel("the GGUF file contains no vocabulary", "Download the file again")
     if (longest := max(map(len, tokens))) > _MAX_TOKEN_LENGTH:
         raise CorruptModel(
-            f"the GGUF vocabulary contains a token of {longest} characters, but at most {_MAX_TOKEN_LENGTH} are allowed",
+            f"the GGUF vocabulary contains a token of {longest} characters, "
+            f"but at most {_MAX_TOKEN_LENGTH} are allowed",
             "Convert the model again",
         )
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
