@@ -18,7 +18,7 @@ from common import PROMPTS, Grid, progress, provenance, report
 import paceline
 from paceline.bench.doctor.acceptance import STORED, Acceptance, observe, write_replies
 from paceline.bench.questions import pick, read_questions
-from paceline.bench.replay.predict import size_name
+from paceline.bench.replay.predict import format_budget
 from paceline.drafters.factory import open_drafter
 from paceline.engine.draft_length import Controller
 from paceline.types import DraftBudget
@@ -27,12 +27,12 @@ EXTRA_SIZES = {"eagle3": [DraftBudget.chain(4), DraftBudget.chain(5)]}
 """Drafter -> sizes to measure in addition to the sizes that the controller considers on this machine."""
 
 
-def table(found: Acceptance, sizes: Sequence[DraftBudget]) -> dict[str, dict[str, list[float]]]:
+def table(found: Acceptance, budgets: Sequence[DraftBudget]) -> dict[str, dict[str, list[float]]]:
     """Return size -> category -> [tokens, rows] per round."""
-    gains = {size: {name: kind.gains[size] for name, kind in found.kinds.items()} for size in sizes}
+    gains = {budget: {name: kind.gains[budget] for name, kind in found.kinds.items()} for budget in budgets}
     return {
-        size_name(size): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
-        for size, by_kind in gains.items()
+        format_budget(budget): {name: [round(g.tokens, 3), round(g.rows, 3)] for name, g in by_kind.items()}
+        for budget, by_kind in gains.items()
     }
 
 
@@ -64,11 +64,13 @@ def main(arguments: Sequence[str]) -> int:
         drafter = open_drafter(name, loaded)
         if drafter is None:
             continue
-        sizes = sorted({*Controller(drafter.draft).sizes[1:], *EXTRA_SIZES.get(name, [])}, key=lambda size: size.nodes)
-        found, _ = observe(loaded, drafter, sizes, replies)
-        tables[name] = table(found, sizes)
+        budgets = sorted(
+            {*Controller(drafter.draft).sizes[1:], *EXTRA_SIZES.get(name, [])}, key=lambda budget: budget.nodes
+        )
+        found, _ = observe(loaded, drafter, budgets, replies)
+        tables[name] = table(found, budgets)
         result["prompt_tokens"] = {kind: round(k.prompt, 1) for kind, k in found.kinds.items()}
-        rows = [[size, *[f"{tokens:.2f}" for tokens, _ in line.values()]] for size, line in tables[name].items()]
+        rows = [[budget, *[f"{tokens:.2f}" for tokens, _ in line.values()]] for budget, line in tables[name].items()]
         grids.append(Grid(f"{name}: tokens per round", ["draft", *found.kinds], rows))
     report(grids)
     args.out.write_text(json.dumps(result | {"drafters": tables}, indent=1) + "\n", encoding="utf-8")

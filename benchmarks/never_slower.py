@@ -36,7 +36,7 @@ from paceline import LLM, Drafter, Sampling
 from paceline.bench.figures import bootstrap, median, ratios, rounds
 from paceline.bench.measure import Answer, MeasuredReply, Sample, measure
 from paceline.bench.questions import Question, pick, read_questions
-from paceline.bench.systems import own_system, split_size
+from paceline.bench.systems import own_system, split_budget
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask
 from paceline.drafters.factory import open_drafter
@@ -116,14 +116,14 @@ def random_words(questions: Sequence[Question], count: int) -> list[Question]:
 
 def make(name: str, loaded: Loaded) -> LLM:
     """Create an LLM with a drafter: DRAFTER or DRAFTER@SIZE as in `paceline bench`, "random", or "wrong DRAFTER"."""
-    spec, size = split_size(name)
+    spec, budget = split_budget(name)
     vocab = loaded.target.vocab_size
     drafter: Drafter | None = RandomDrafter(vocab) if spec == "random" else None
     if drafter is None:
         drafter = open_drafter(spec.removeprefix("wrong "), loaded)
     if drafter is not None and spec.startswith("wrong "):
         drafter = WrongDrafter(drafter, vocab)
-    return LLM(loaded, drafter, size)
+    return LLM(loaded, drafter, budget)
 
 
 def forgetful(llm: LLM, answer: Answer) -> Answer:

@@ -26,7 +26,7 @@ from paceline.server.worker import trim_memory
 from paceline.vision.encoder import Vision
 from paceline.vision.families import VISION
 from paceline.vision.picture import Picture
-from paceline.vision.tower import quiet
+from paceline.vision.tower import silence_transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Cost:
 def tower(shape: Shape, dtype: torch.dtype) -> Vision:
     """Return a tower with random weights."""
     family = VISION[shape.config["model_type"]]
-    with quiet():
+    with silence_transformers():
         config = transformers.AutoConfig.for_model(**shape.config)
         text = config.get_text_config()
         text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, 2, None

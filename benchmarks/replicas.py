@@ -41,13 +41,13 @@ Policy = Callable[[routing.Route, Sequence[str], Callable[[int], int]], list[lis
 
 def owner_until_full(route: routing.Route, names: Sequence[str], load: Callable[[int], int]) -> list[list[int]]:
     """Prefer the owner of the shortest prefix while it has a free slot, and then one of two random replicas."""
-    return [routing._first(route.keys[0], names, 1), routing.ranks(routing.Route(), names, load)[0]]
+    return [routing._first(route.keys[0], names, 1), routing.rank_replicas(routing.Route(), names, load)[0]]
 
 
 POLICIES: dict[str, Policy] = {
-    "two at random": lambda _, names, load: routing.ranks(routing.Route(), names, load),
+    "two at random": lambda _, names, load: routing.rank_replicas(routing.Route(), names, load),
     "owner until full": owner_until_full,
-    "paceline": routing.ranks,
+    "paceline": routing.rank_replicas,
 }
 
 
@@ -199,7 +199,7 @@ def router_times() -> dict[int, float]:
         for i in range(15):
             route = routing.route_of({}, json.dumps({"prompt": str(i)}).encode())
             began = time.thread_time()
-            routing.ranks(route, names, loads.__getitem__)
+            routing.rank_replicas(route, names, loads.__getitem__)
             times.append((time.thread_time() - began) * 1e3)
         found[count] = median(times)
     return found

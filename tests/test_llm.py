@@ -12,7 +12,7 @@ import torch
 import paceline
 import paceline.llm
 from paceline.checkpoints.loader import Loaded, _stored_type, pick_device, pick_dtype
-from paceline.drafters.cross import SharedTokens
+from paceline.drafters.cross import SharedTokenDrafter
 from paceline.drafters.factory import make_drafter, to_tree
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -313,7 +313,7 @@ def test_drafters_by_name() -> None:
 
 def test_another_tokenizer_of_the_same_size_is_noticed() -> None:
     target = toy_model()
-    for other, kind in ((toy_model(), DraftModel), (toy_foreigner(), SharedTokens)):
+    for other, kind in ((toy_model(), DraftModel), (toy_foreigner(), SharedTokenDrafter)):
         assert type(make_drafter("model:x", target, lambda reference, other=other: other)) is kind
 
 

@@ -13,7 +13,7 @@ from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.cached import SavedStates
-from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.cross import SharedTokenDrafter, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -59,7 +59,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: DraftModel(OTHER, 37),
     "eagle-3": lambda: eagle(fc_norm=True),
     "eagle-1": lambda: eagle(version=1),
-    "model with its own tokenizer": lambda: SharedTokens(FOREIGN),
+    "model with its own tokenizer": lambda: SharedTokenDrafter(FOREIGN),
     "model's text": lambda: TextDrafter(FOREIGN),
     "stack": lambda: DrafterStack([Suffix(), NGram(), DraftModel(OTHER, 37)]),
     "block": lambda: Block(TINY_BLOCK, block_tensors(), toy_target()),

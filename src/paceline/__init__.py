@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from paceline.files.garbage import uncollected
+from paceline.files.gc_pause import gc_paused
 
 __version__ = "0.1.0"
 
@@ -76,7 +76,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
-        with uncollected():
+        with gc_paused():
             module = import_module(f"paceline.{_HOME[name]}")
         return getattr(module, name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

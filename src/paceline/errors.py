@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_LONGEST = 1000
+_MAX_LINE = 1000
 
 
-def one_line(text: str, longest: int = _LONGEST) -> str:
+def one_line(text: str, longest: int = _MAX_LINE) -> str:
     """Return a text on one line. Line breaks become spaces, control characters are escaped, and a long text is
     shortened in the middle."""
     if len(text) > longest:

@@ -29,7 +29,7 @@ from paceline.engine.scheduler import Task
 from paceline.engine.self_check import check_exact
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidOption, InvalidPrompt, PromptTooLong
-from paceline.files.garbage import uncollected
+from paceline.files.gc_pause import gc_paused
 from paceline.kernels.quantize import Precision, check_precision
 from paceline.models.placement import DeviceMap
 from paceline.recording.file import ReplyRecorder
@@ -559,7 +559,7 @@ def load(
     return _load(arguments if preset is None else arguments.with_preset(preset))
 
 
-@uncollected()
+@gc_paused()
 def _load(arguments: LoadArguments) -> LLM:
     SANDBOX.start()  # for the chat template; the process starts while the model is read
     drafter, budget, adapters = arguments.drafter, to_tree(arguments.draft), check_adapters(arguments.adapters or {})

@@ -26,7 +26,7 @@ from paceline.bench.plots import Series, dot_plot, require_matplotlib
 from paceline.bench.provenance import provenance
 from paceline.bench.questions import Question, batches, lengthen, pick, read_questions
 from paceline.bench.run import run
-from paceline.bench.systems import Comparison, System, own_systems, peer_systems, render, split_size
+from paceline.bench.systems import Comparison, System, own_systems, peer_systems, render, split_budget
 from paceline.bench.tables import Grid, all_grids, main_grids
 from paceline.engine.stats import Stats
 from paceline.errors import InvalidData, InvalidOption
@@ -215,7 +215,7 @@ def test_a_failed_system_gets_no_more_questions() -> None:
     ],
 )
 def test_a_drafter_can_have_its_own_draft_size(drafter: str, found: tuple[str, DraftBudget | None]) -> None:
-    assert split_size(drafter) == found
+    assert split_budget(drafter) == found
 
 
 def test_a_system_is_named_by_all_that_it_is() -> None:

@@ -29,9 +29,9 @@ from paceline.bench.doctor.acceptance import (
     write_replies,
 )
 from paceline.bench.doctor.machine import Machine, bandwidth, by_threads
-from paceline.bench.doctor.predict import Drafting, forecast, overall
+from paceline.bench.doctor.predict import Drafting, forecast, overall_speedup
 from paceline.bench.doctor.weights import quantised_bytes, weight_bytes
-from paceline.bench.replay.predict import size_name
+from paceline.bench.replay.predict import format_budget
 from paceline.bench.replay.prices import MeasuredPrices
 from paceline.checkpoints.loader import load_model
 from paceline.cli import app
@@ -155,7 +155,7 @@ def test_stored_values_are_possible(drafter: str, sizes: list[DraftBudget]) -> N
 def test_a_size_that_is_not_stored_is_not_made_up() -> None:
     assert stored(demo(), "eagle3", [DraftBudget.chain(3), DraftBudget(24, 6, 4)]) is None
     assert stored(demo(), "block", [DraftBudget.chain(3)]) is None
-    assert [size_name(DraftBudget.chain(3)), size_name(DraftBudget(24, 6, 4))] == ["3", "24x6x4"]
+    assert [format_budget(DraftBudget.chain(3)), format_budget(DraftBudget(24, 6, 4))] == ["3", "24x6x4"]
 
 
 # --- what is timed ------------------------------------------------------------------------------------------------
@@ -255,20 +255,20 @@ def test_speeds_follow_from_what_things_cost() -> None:
     good = {THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)}
     (f,) = forecast(MACHINE, drafting(COSTS, good=good))
     assert f.plain.seconds == pytest.approx(0.012)
-    assert f.best.size == THREE, "2.5 tokens in 15 ms beat 4 in 25"
+    assert f.best.budget == THREE, "2.5 tokens in 15 ms beat 4 in 25"
     assert f.best.seconds == pytest.approx(0.015)
-    assert f.decode_ratio == pytest.approx(2.5 / 0.015 * 0.012)
+    assert f.decode_speedup == pytest.approx(2.5 / 0.015 * 0.012)
     assert f.first == pytest.approx(0.096 + 0.015)
-    assert f.ratio == pytest.approx((0.096 + 96 * 0.012) / (0.096 + 96 * 0.015 / 2.5))
+    assert f.speedup == pytest.approx((0.096 + 96 * 0.012) / (0.096 + 96 * 0.015 / 2.5))
 
 
 def test_unprofitable_drafts_are_skipped() -> None:
     bad, good = {THREE: Gain(1.1, 4.0), SEVEN: Gain(1.1, 8.0)}, {THREE: Gain(2.5, 4.0), SEVEN: Gain(5.0, 8.0)}
     both = forecast(MACHINE, drafting(COSTS, bad=bad, good=good))
-    assert [f.best.size for f in both] == [DraftBudget.chain(0), SEVEN]
-    assert both[0].ratio == 1.0
+    assert [f.best.budget for f in both] == [DraftBudget.chain(0), SEVEN]
+    assert both[0].speedup == 1.0
     plain = 2 * (0.096 + 96 * 0.012)
-    assert overall(both) == pytest.approx(plain / (plain / 2 + 0.096 + 96 * 0.025 / 5))
+    assert overall_speedup(both) == pytest.approx(plain / (plain / 2 + 0.096 + 96 * 0.025 / 5))
 
 
 def test_a_longer_text_makes_every_pass_cost_more() -> None:
@@ -276,7 +276,7 @@ def test_a_longer_text_makes_every_pass_cost_more() -> None:
     assert machine.verify(4, PREFIX + 1000) == pytest.approx(0.020)
     assert machine.verify(4, 10) == pytest.approx(0.010 - 190e-5)
     assert machine.verify(6, PREFIX) == pytest.approx(0.013)
-    assert machine.floor is None
+    assert machine.min_pass_seconds is None
 
 
 def test_it_says_why_a_draft_does_not_pay() -> None:
@@ -291,7 +291,7 @@ def test_it_says_why_a_draft_does_not_pay() -> None:
 
 def test_doctor_recommends_in_three_lines() -> None:
     good = drafting(COSTS, good={THREE: Gain(2.5, 4.0), SEVEN: Gain(4.0, 8.0)})
-    found = {"good": overall(forecast(MACHINE, good))}
+    found = {"good": overall_speedup(forecast(MACHINE, good))}
     lines = advice.settings(MACHINE, found, {"int8": 53_000_000, "int4": 40_000_000}, threads=2)
     assert [line.split(":")[0] for line in lines] == ["--drafter good", "--threads 4", "--quantize"]
     assert "53 MB with int8 or 40 MB with int4 instead of 100 MB" in lines[2]
@@ -301,7 +301,7 @@ def test_doctor_recommends_in_three_lines() -> None:
         "--quantize int8: a pass reads 40 MB instead of 100 MB, using the codes of the file itself",
     ]
     bad = drafting(COSTS, bad={THREE: Gain(1.0, 4.0), SEVEN: Gain(1.0, 8.0)})
-    lines = advice.settings(MACHINE, {"bad": overall(forecast(MACHINE, bad))}, {}, threads=4)
+    lines = advice.settings(MACHINE, {"bad": overall_speedup(forecast(MACHINE, bad))}, {}, threads=4)
     assert lines == [
         "--drafter none: bad would not be faster here",
         "--threads 4: the current setting",
@@ -349,7 +349,7 @@ def test_doctor_reports_the_cost_of_passes_and_weights() -> None:
 def test_a_round_costs_its_pass_and_the_host_once_per_request() -> None:
     costs: Any = SimpleNamespace(verify=lambda rows, before: 10.0 * rows + before, host=0.5)
     model: Any = SimpleNamespace(target=None)
-    prices = MeasuredPrices(model, costs, reread=model)
+    prices = MeasuredPrices(model, costs, reply_logits=model)
     assert prices.round(3, [7, 8]) == 30 + 15 + 2 * 0.5
 
 

@@ -18,7 +18,7 @@ from paceline.cache.slab import SlabCache
 from paceline.drafters.ngram import NGram
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
-from paceline.engine.self_check import guarantee, seamless
+from paceline.engine.self_check import chunk_invariant, guarantee
 from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.sampling.parameters import Sampling
@@ -121,7 +121,7 @@ def test_text_with_int8_does_not_depend_on_drafts_batches_or_cached_prefixes(nam
     target = native(replace(BASE, **MODELS[name]), kv_dtype=torch.int8)
     target._cache_type = kind
     assert guarantee(target) == "bits"
-    assert seamless(target, "bits")
+    assert chunk_invariant(target, "bits")
     prompts = [text(300), [*text(290), *text(9, 5)], text(40, 6)]
     how = Sampling(max_new_tokens=40, ignore_eos=True)
     alone = [run(target, prompt, how)[0] for prompt in prompts]
@@ -131,7 +131,7 @@ def test_text_with_int8_does_not_depend_on_drafts_batches_or_cached_prefixes(nam
             assert run(target, prompt, how, drafter, budget)[0] == reply
     together = run_together(Engine(target, NGram(), DraftBudget.chain(4)), prompts, [how] * 3)
     assert [reply for reply, _, _ in together] == alone
-    engine = CachedEngine(target, NGram(), DraftBudget.chain(4), PrefixCache(2**24, seamless=True))
+    engine = CachedEngine(target, NGram(), DraftBudget.chain(4), PrefixCache(2**24, chunk_invariant=True))
     assert [run(target, prompt, how, engine=engine)[0] for prompt in prompts] == alone
     assert engine.cached[1] > 256
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cache.state import CHECKPOINT, StateCache, Tree, held
+from paceline.cache.state import CHECKPOINT_INTERVAL, StateCache, Tree, max_states
 from paceline.errors import CacheError
 from paceline.models.decoder import Decoder
 from paceline.models.mamba import Selective
@@ -85,17 +85,17 @@ def test_a_round_can_be_repeated_after_its_commit() -> None:
 
 
 def test_the_state_after_a_draft_has_the_bits_of_its_tokens_fed_without_the_draft() -> None:
-    cache, slot = fed(text(CHECKPOINT - 2))
+    cache, slot = fed(text(CHECKPOINT_INTERVAL - 2))
     alone = cache.fork(slot)
     for token in (3, 6, 8, 9):
         rows = pack([token], [Draft()], [alone], [cache.lengths[alone]], CPU)
         TARGET.forward(rows, cache, Want())
         cache.commit(rows, [()])
-    rows = pack([3], [TREE], [slot], [CHECKPOINT - 2], CPU)
+    rows = pack([3], [TREE], [slot], [CHECKPOINT_INTERVAL - 2], CPU)
     TARGET.forward(rows, cache, Want())
     cache.commit(rows, [(2, 4, 5)])
     ours, theirs = cache.save(slot), cache.save(alone)
-    assert sorted(ours.states) == [CHECKPOINT, CHECKPOINT + 2], "the draft went past a checkpoint"  # type: ignore[attr-defined]
+    assert sorted(ours.states) == [CHECKPOINT_INTERVAL, CHECKPOINT_INTERVAL + 2], "the draft went past a checkpoint"  # type: ignore[attr-defined]
     # In float64, products differ in the last bits, because no kernels keep them. The states do not differ.
     for one, other in zip(ours.tensors, theirs.tensors, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -120,12 +120,12 @@ def test_checkpoints_within_a_pass_store_their_own_states() -> None:
     """Feed rows past a checkpoint, and return a slot to it. There is a negative control."""
     for kind, right in ((StateCache, True), (Forgets, False)):
         target = broken(kind)
-        cache, slot = fed(text(CHECKPOINT - 2), target)
-        rows = pack([3], [Draft.chain([4, 5, 6])], [slot], [CHECKPOINT - 2], CPU)
+        cache, slot = fed(text(CHECKPOINT_INTERVAL - 2), target)
+        rows = pack([3], [Draft.chain([4, 5, 6])], [slot], [CHECKPOINT_INTERVAL - 2], CPU)
         target.forward(rows, cache, Want())
         cache.commit(rows, [(1, 2, 3)])
-        cache.truncate(slot, CHECKPOINT)
-        other, whole = fed([*text(CHECKPOINT - 2), 3, 4])
+        cache.truncate(slot, CHECKPOINT_INTERVAL)
+        other, whole = fed([*text(CHECKPOINT_INTERVAL - 2), 3, 4])
         assert torch.allclose(logits(cache, slot, target=target), logits(other, whole)) is right
 
 
@@ -170,4 +170,4 @@ def test_a_slot_keeps_at_most_the_counted_states(length: int) -> None:
     TARGET.forward(rows, cache, Want())
     cache.commit(rows, [()])
     states = cache._states[slot]  # type: ignore[attr-defined]
-    assert len(states) <= held(length + 1)
+    assert len(states) <= max_states(length + 1)

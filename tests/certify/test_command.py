@@ -191,4 +191,4 @@ def test_quick_is_smaller_than_full() -> None:
 def test_our_own_server_is_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.certify.options.QUICK", TINY)
     assert command.certify("demo", CertifyOptions(quick=True, yes=True)) == 0
-    assert own.bodies("suffix", "ngram")[1] == {"speculation": {"drafter": "ngram"}}
+    assert own.request_fields("suffix", "ngram")[1] == {"speculation": {"drafter": "ngram"}}

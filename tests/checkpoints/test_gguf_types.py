@@ -125,7 +125,7 @@ def random_blocks(kind: Q) -> np.ndarray:
 def test_blocks_mean_what_the_format_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Q, piece: int) -> None:
     raw = random_blocks(kind)
     store(tmp_path / "t.gguf", raw, kind)
-    monkeypatch.setattr(gguf_file, "_PIECE", max(piece, gguf.GGML_QUANT_SIZES[kind][0]))
+    monkeypatch.setattr(gguf_file, "_CHUNK_ELEMENTS", max(piece, gguf.GGML_QUANT_SIZES[kind][0]))
     tensor = read_gguf(tmp_path / "t.gguf").tensors["t"]
     tensor.check()
     width = gguf.GGML_QUANT_SIZES[kind][1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.head_fit import fits
+from paceline.checkpoints.head_fit import fit_to_target
 from paceline.checkpoints.head_write import write_head
 from paceline.errors import CorruptModel, HeadMismatch, ModelNotFound, PacelineError, UnsupportedModel
 from paceline.models.config import NormConfig
@@ -236,10 +236,10 @@ def test_a_model_is_no_head(tmp_path: Path) -> None:
 
 def test_a_head_that_fits_is_given_its_default_taps() -> None:
     head = head_of(replace(EAGLE3, taps=()))
-    assert fits(head, TARGET).config.taps == (2, 4, 5)  # type: ignore[union-attr]
-    assert fits(replace(head, target_layers=None), replace(TARGET, layers=30)).config.taps == (2, 15, 27)  # type: ignore[union-attr]
+    assert fit_to_target(head, TARGET).config.taps == (2, 4, 5)  # type: ignore[union-attr]
+    assert fit_to_target(replace(head, target_layers=None), replace(TARGET, layers=30)).config.taps == (2, 15, 27)  # type: ignore[union-attr]
     for config in (EAGLE3, MEDUSA, COMPACT, BLOCK, EXIT):
-        assert fits(head_of(config), TARGET).config == config
+        assert fit_to_target(head_of(config), TARGET).config == config
 
 
 OTHERS: list[tuple[dict[str, int], str]] = [
@@ -258,20 +258,20 @@ OTHERS: list[tuple[dict[str, int], str]] = [
 )
 def test_another_target_is_told_with_both_numbers(config: HeadConfig, change: dict[str, int], said: str) -> None:
     with pytest.raises(HeadMismatch, match=f"{said}.*trained for owner/name"):
-        fits(head_of(config), replace(TARGET, **change))  # type: ignore[arg-type]
+        fit_to_target(head_of(config), replace(TARGET, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", [EAGLE3, BLOCK, EXIT, replace(EAGLE3, taps=())])
 def test_a_tap_beyond_the_target_is_refused(config: HeadConfig) -> None:
     layers = 3 if config == EXIT else 5
     with pytest.raises(HeadMismatch, match=f"this target has .*{layers}"):
-        fits(replace(head_of(config), target_layers=None), replace(TARGET, layers=layers))
+        fit_to_target(replace(head_of(config), target_layers=None), replace(TARGET, layers=layers))
 
 
 def test_every_error_names_a_fix(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", head_of(EAGLE3))
     assert isinstance(EAGLE3, EagleConfig)
-    for act in (lambda: fits(open_head(folder), TINY), lambda: open_head(tmp_path)):
+    for act in (lambda: fit_to_target(open_head(folder), TINY), lambda: open_head(tmp_path)):
         with pytest.raises(PacelineError) as caught:
             act()
         assert caught.value.cause

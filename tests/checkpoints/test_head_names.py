@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.checkpoints import head_fit
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.head_fit import fingerprint, same_target, shipped
+from paceline.checkpoints.head_fit import fingerprint, same_target, shipped_head
 from paceline.checkpoints.head_write import write_head
 from paceline.checkpoints.loader import Loaded
 from paceline.cli import app
@@ -151,20 +151,20 @@ def test_a_fingerprint_is_of_the_model_and_not_of_its_dtype() -> None:
 
 
 def test_a_bare_name_is_the_head_that_comes_with_paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_fit, "TRAINED", tmp_path)
+    monkeypatch.setattr(head_fit, "SHIPPED_HEADS", tmp_path)
     target = loaded()
-    assert shipped("eagle3", target) is None
+    assert shipped_head("eagle3", target) is None
     with pytest.raises(InvalidOption, match="no eagle3 head for toy comes with Paceline"):
         make_drafter("eagle3", target, refuse)
     heads: dict[str, HeadConfig] = {"a": EAGLE3, "b": COMPACT, "c": EXIT}
     for name, config in heads.items():
         head = replace(head_of(config), extra={"fingerprint": fingerprint(target)})
         write_head(tmp_path / name, head)
-    assert shipped("eagle3", target) == tmp_path / "a"
-    assert shipped("block", target) is None
+    assert shipped_head("eagle3", target) == tmp_path / "a"
+    assert shipped_head("block", target) is None
     assert [made(name, target).made[0] for name in ("eagle3", "medusa", "early-exit")] == [EAGLE3, COMPACT, EXIT]
-    assert shipped("eagle3", loaded(dtype=torch.bfloat16)) == tmp_path / "a"
-    assert shipped("eagle3", loaded(seed=1)) is None
+    assert shipped_head("eagle3", loaded(dtype=torch.bfloat16)) == tmp_path / "a"
+    assert shipped_head("eagle3", loaded(seed=1)) is None
     assert made(f"eagle3:{tmp_path / 'a'}", loaded(seed=1)).made[0] == EAGLE3
 
 

@@ -117,7 +117,7 @@ def test_added_tokens_grow_the_vocabulary(tmp_path: Path, tied: bool, options: d
 
 def test_transposed_weights_are_merged(tmp_path: Path) -> None:
     """GPT-2 stores weights as [in, out]. The decoder does not run GPT-2, but its tensors merge like others."""
-    from paceline.checkpoints.lora import Merged
+    from paceline.checkpoints.lora import MergedTensors
 
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(
@@ -125,18 +125,18 @@ def test_transposed_weights_are_merged(tmp_path: Path) -> None:
     )
     for dora in (False, True):
         adapted = train(model, tmp_path, target_modules=["c_attn", "c_proj"], use_dora=dora, fan_in_fan_out=True)
-        merged = Merged(model.state_dict(), LoraAdapter(tmp_path, {}), untied=False)
+        merged = MergedTensors(model.state_dict(), LoraAdapter(tmp_path, {}), untied=False)
         for name, tensor in adapted.merge_and_unload().state_dict().items():
             torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_projections_fused_in_the_base(tmp_path: Path) -> None:
-    from paceline.checkpoints.lora import Merged
+    from paceline.checkpoints.lora import MergedTensors
 
     torch.manual_seed(0)
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, pad_token_id=0))
     adapted = train(model, tmp_path, target_modules=["qkv_proj", "gate_up_proj"], r=4)
-    merged = Merged(model.state_dict(), LoraAdapter(tmp_path, {}), untied=False)
+    merged = MergedTensors(model.state_dict(), LoraAdapter(tmp_path, {}), untied=False)
     for name, tensor in adapted.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
 

@@ -214,7 +214,7 @@ def test_lookups_come_first_and_none_behind_itself() -> None:
     best = {name: [Candidate(name, DraftBudget.chain(n)) for n in (3, 5)] for name in ("suffix", "ngram", "eagle3")}
     names = {c.drafter for c in search.cascades(best)}
     assert names == {"suffix+ngram", "ngram+suffix", "suffix+eagle3", "ngram+eagle3"}
-    sizes = [c.size for c in search.cascades(best) if c.drafter == "suffix+eagle3"]
+    sizes = [c.budget for c in search.cascades(best) if c.drafter == "suffix+eagle3"]
     assert sizes == [None, DraftBudget.chain(3), DraftBudget.chain(5)]
     remembering = dict.fromkeys(("suffix", "suffix:remember"), best["ngram"])
     assert search.cascades(remembering) == [], "one automaton behind the other would say the same"
@@ -225,7 +225,7 @@ class Predicted:
 
     def __init__(self, candidate: Candidate, value: float, spread: float = 0.01) -> None:
         self.candidate = candidate
-        self.ratio = {"value": value, "low": value - spread, "high": value + spread}
+        self.speedup = {"value": value, "low": value - spread, "high": value + spread}
 
 
 class Fake:
@@ -266,7 +266,7 @@ def test_choices_are_priced_once_for_each_kind_of_sampling(monkeypatch: pytest.M
     model, timed = toy_model(), list[float]()
 
     class Timed:
-        def choosing(self, _: Any, sampling: Sampling) -> float:
+        def choice_seconds(self, _: Any, sampling: Sampling) -> float:
             timed.append(sampling.temperature)
             return sampling.temperature
 

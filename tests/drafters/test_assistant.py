@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from paceline.cache.slab import SlabCache
 from paceline.checkpoints.head_files import holds_head, open_head
-from paceline.checkpoints.head_fit import fits
+from paceline.checkpoints.head_fit import fit_to_target
 from paceline.checkpoints.loader import Loaded
 from paceline.cli import app
 from paceline.drafters.assistant import Assistant
@@ -240,4 +240,4 @@ def test_it_is_named_by_its_folder(name: str, tmp_path: Path) -> None:
     made = make_drafter(f"suffix+{name}:{tmp_path}", target, lambda reference: target)
     assert isinstance(made, DrafterStack)
     with pytest.raises(HeadMismatch, match="vocabulary of 101"):
-        fits(open_head(tmp_path), replace(decoder("gemma4, small").config, vocab_size=102))
+        fit_to_target(open_head(tmp_path), replace(decoder("gemma4, small").config, vocab_size=102))

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Ask
 from paceline.drafters.block import Block
-from paceline.drafters.independent import independent
+from paceline.drafters.independent import draft_independently
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.engine import Engine
 from paceline.engine.request import Request
@@ -267,7 +267,7 @@ def test_a_separate_head_chooses_from_fewer_tokens() -> None:
         whole.propose([ask])
         rows = torch.full((4, 37), -torch.inf).double()
         rows[:, ids] = whole.seen[-1][1][:, ids]
-        assert draft == independent(ask, ask.budget, rows)
+        assert draft == draft_independently(ask, ask.budget, rows)
         assert set(draft.tokens) <= set(ids.tolist())
     text = run(TOY, PROMPT, Sampling(max_new_tokens=20))[0]
     assert run(TOY, PROMPT, Sampling(max_new_tokens=20), few, DraftBudget(8, 4, 2))[0] == text

@@ -37,7 +37,7 @@ def test_only_a_few_small_passes_are_kept() -> None:
     pending = PendingStates()
     for _ in range(100):
         pending.add(TAPS, {tap: torch.zeros(2, 8) for tap in TAPS}, ())
-        assert len(pending._plain) < 16
+        assert len(pending._uncopied) < 16
     large = {tap: torch.zeros(64, 2, 4096)[0] for tap in TAPS}
     pending.add(TAPS, large, ())
     assert pending.parts[-1].untyped_storage().nbytes() == 3 * 4096 * 4

@@ -13,7 +13,7 @@ import torch
 
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
-from paceline.drafters.cross import SHARED, SharedTokens, TextDrafter, cross
+from paceline.drafters.cross import MIN_SHARED_VOCABULARY, SharedTokenDrafter, TextDrafter, cross_vocabulary_drafter
 from paceline.drafters.factory import make_drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.vocab_map import SAMPLE, VocabMap
@@ -32,7 +32,7 @@ from tests.support.plain import plain_text
 from tests.support.toys import ask_for
 from tests.support.vocabularies import KINDS, renumbered, speaker, tokenizer
 
-WAYS: dict[str, Callable[[VocabMap], Drafter]] = {"shared tokens": SharedTokens, "text": TextDrafter}
+WAYS: dict[str, Callable[[VocabMap], Drafter]] = {"shared tokens": SharedTokenDrafter, "text": TextDrafter}
 SHAPES = {"chain": DraftBudget.chain(5), "tree": DraftBudget(12, 4, 3)}
 RING = list(zip(KINDS, [*list(KINDS)[1:], *list(KINDS)[:1]], strict=True))
 GREEDY = Sampling(max_new_tokens=24)
@@ -93,7 +93,7 @@ def test_a_model_that_drafts_for_itself_under_other_numbers_is_always_right(
     prompt = prompt_of(ours)
     plain = run(ours.target, prompt, sampling)[0]
     _, _, alone = run(ours.target, prompt, sampling, DraftModel(ours.target, ours.target.vocab_size), shape)
-    tokens, _, stats = run(ours.target, prompt, sampling, SharedTokens(words), shape)
+    tokens, _, stats = run(ours.target, prompt, sampling, SharedTokenDrafter(words), shape)
     assert tokens == plain
     assert stats.accepted == alone.accepted
     assert stats.tokens_per_round >= (5 if shape.branch == 1 else 3)
@@ -165,7 +165,7 @@ def test_a_token_that_the_draft_lacks_may_be_forced_into_its_draft() -> None:
         return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor([forced]), 0.0)
 
     sampling = Sampling(max_new_tokens=8, processors=[force])
-    tokens, _, stats = run(ours.target, prompt_of(ours), sampling, SharedTokens(words), SHAPES["chain"])
+    tokens, _, stats = run(ours.target, prompt_of(ours), sampling, SharedTokenDrafter(words), SHAPES["chain"])
     assert tokens == [forced] * 8
     assert stats.accepted > 4
 
@@ -173,7 +173,7 @@ def test_a_token_that_the_draft_lacks_may_be_forced_into_its_draft() -> None:
 def test_q_is_a_distribution_over_shared_tokens() -> None:
     ours = model("byte-level")
     words = VocabMap(ours, model("byte-level, small", 1))
-    drafter = SharedTokens(words)
+    drafter = SharedTokenDrafter(words)
     drafter.admit(0, prompt_of(ours))
     (draft,) = drafter.propose([ask_for(0, DraftBudget(8, 3, 2), DRAWN, prompt_of(ours))])
     assert draft.q.keys() == set(draft.parents)
@@ -238,7 +238,7 @@ def test_a_draft_that_reaches_the_end_of_its_context_is_silent(way: str) -> None
 
 def test_the_way_follows_from_the_share_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
     ours = model("byte-level")
-    for draft, kind in ((renumbered(tokenizer("byte-level")), SharedTokens), (model("letters"), TextDrafter)):
+    for draft, kind in ((renumbered(tokenizer("byte-level")), SharedTokenDrafter), (model("letters"), TextDrafter)):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             made = make_drafter("model:x", ours, lambda reference, draft=draft: draft)
@@ -246,7 +246,7 @@ def test_the_way_follows_from_the_share_of_tokens(caplog: pytest.LogCaptureFixtu
         (record,) = caplog.records
         assert "model:x has another tokenizer than the target" in record.message
         assert ("tokenized again" in record.message) == (kind is TextDrafter)
-        assert (VocabMap(ours, draft).share() >= SHARED) == (kind is SharedTokens)
+        assert (VocabMap(ours, draft).shared_fraction() >= MIN_SHARED_VOCABULARY) == (kind is SharedTokenDrafter)
     assert type(make_drafter("model:x", ours, lambda reference: model("byte-level", 1))) is DraftModel
 
 
@@ -256,7 +256,7 @@ def test_a_tokenizer_without_words_is_refused() -> None:
 
     mute = Loaded(model("letters").target, Tokenizer(Backend(WordLevel({}, ""))), (), {}, Path("x"))
     with pytest.raises(TokenizerMismatch, match="stands for text"):
-        cross(model("letters"), mute, "model:x")
+        cross_vocabulary_drafter(model("letters"), mute, "model:x")
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_tokenizer_without_words_is_refused() -> None:
 def test_published_tokenizers_draft_for_each_other(target: str, draft: str, way: str) -> None:
     ours, theirs = (published(name, seed) for seed, name in enumerate((target, draft)))
     words = VocabMap(ours, theirs)
-    assert words.share() > 0.75
+    assert words.shared_fraction() > 0.75
     llm = LLM(ours, WAYS[way](words), DraftBudget(6, 3, 2))
     for prompt in ("Naïve 中文 text, 1234 of it.\n\n", "<|im_start|>user\nHi<|im_end|>"):
         for how in (Sampling(max_new_tokens=12), Sampling(max_new_tokens=12, temperature=0.8, seed=1)):

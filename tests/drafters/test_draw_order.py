@@ -16,7 +16,7 @@ import torch
 from paceline.drafters.base import Ask, Drafter
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
-from paceline.sampling.noise import DRAFT
+from paceline.sampling.noise import DRAFT_STREAM
 from paceline.sampling.parameters import Sampling
 from paceline.testing.tiny import start
 from paceline.types import Draft, DraftBudget
@@ -42,7 +42,7 @@ class ScriptedDraws:
     q: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def stream(self, purpose: int, position: int, *path: int) -> ScriptedRow:
-        assert purpose == DRAFT
+        assert purpose == DRAFT_STREAM
         return ScriptedRow(self, path)
 
 

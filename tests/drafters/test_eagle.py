@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.drafters.base import Ask
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.growth import Growth
+from paceline.drafters.growth import TreeGrowth
 from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import TextStream
@@ -63,7 +63,7 @@ class Spy(Eagle):
         super().__init__(config, tensors, target)
         self.seen: list[tuple[list[int], list[int], Tensor]] = []
 
-    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         for path, row in zip(paths, logits, strict=True):
             subset = self._net.subset
             self.seen.append((list(growth.ask.token_ids), list(path), subset.widen(row) if subset else row.clone()))

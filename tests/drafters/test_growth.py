@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.drafters.base import Ask
-from paceline.drafters.growth import ROOT, Chosen, Growth, pack_level
-from paceline.drafters.model import READ, SHARED, DraftModel
+from paceline.drafters.growth import ROOT, ScoredTree, TreeGrowth, pack_level
+from paceline.drafters.model import MAX_READ, MAX_SHARED_PASS, DraftModel
 from paceline.engine.draft_length import Controller
 from paceline.engine.engine import Engine
 from paceline.models.decoder import Decoder
@@ -26,7 +26,13 @@ from tests.support.cover import cover
 from tests.support.toys import ask_for, toy_target
 
 CPU = torch.device("cpu")
-PROMPTS = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9], [3], [i * i % 37 for i in range(SHARED + 20)], [7, 7, 8], [4] * SHARED]
+PROMPTS = [
+    [1, 5, 9, 5, 9, 5, 2, 1, 5, 9],
+    [3],
+    [i * i % 37 for i in range(MAX_SHARED_PASS + 20)],
+    [7, 7, 8],
+    [4] * MAX_SHARED_PASS,
+]
 
 
 class Counted(Decoder):
@@ -116,7 +122,7 @@ def test_a_level_is_one_pass_whatever_the_batch() -> None:
 def test_a_long_text_is_read_in_parts_while_the_others_draft() -> None:
     model = Counted()
     drafter = DraftModel(model, 37)
-    texts = [[1, 2, 3], [5] * (READ + 100)]
+    texts = [[1, 2, 3], [5] * (MAX_READ + 100)]
     for slot, text in enumerate(texts):
         drafter.admit(slot, text)
     found = []
@@ -126,7 +132,7 @@ def test_a_long_text_is_read_in_parts_while_the_others_draft() -> None:
         found.append((passes, [(len(draft.tokens), draft.unread) for draft in drafts]))
         model.passes.clear()
     assert found == [
-        ([((1,), (READ,)), ((0,), (3,))], [(1, 0), (0, 100)]),
+        ([((1,), (MAX_READ,)), ((0,), (3,))], [(1, 0), (0, 100)]),
         ([((1,), (99,)), ((0, 1), (1, 1))], [(1, 0), (1, 0)]),
     ]
 
@@ -134,17 +140,17 @@ def test_a_long_text_is_read_in_parts_while_the_others_draft() -> None:
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
 def test_a_text_that_depends_on_drafts_waits_until_the_prompt_is_read(rule: RuleName) -> None:
     """Otherwise, the text would depend on the prefill of other requests."""
-    model, text = Counted(), [5] * (READ + 100)
+    model, text = Counted(), [5] * (MAX_READ + 100)
     drafter = DraftModel(model, 37)
     drafter.admit(0, text)
     (draft,) = drafter.propose(asks([Sampling(rule=rule, temperature=1.0)], [DraftBudget.chain(1)], [text]))
     assert draft.tokens
-    assert [sum(rows.counts) for rows in model.passes] == [READ, 99, 1]
+    assert [sum(rows.counts) for rows in model.passes] == [MAX_READ, 99, 1]
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_no_pass_of_a_draft_model_has_more_rows_than_the_limit(rule: RuleName, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.model.READ", 40)
+    monkeypatch.setattr("paceline.drafters.model.MAX_READ", 40)
     model, target = Counted(), tiny_target()
     prompts = [[i * i % 37 for i in range(200)], [1, 2, 3], [*range(37)] * 5]
     hows = [Sampling(max_new_tokens=20, ignore_eos=True, seed=5, temperature=0.7, rule=rule)] * 3
@@ -169,7 +175,7 @@ def test_a_request_that_can_draft_nothing_does_not_hold_up_the_others() -> None:
 def test_rows_of_a_level_follow_the_rows_of_the_level_before() -> None:
     """There are two trees, and the shorter one has padding rows without effect. Children find their parents' rows."""
     bushy, thin = (
-        Growth(ask_for(slot, DraftBudget(9, 3, 2), Sampling(), [1, 2]), Chosen(DraftBudget(9, 3, 2)))
+        TreeGrowth(ask_for(slot, DraftBudget(9, 3, 2), Sampling(), [1, 2]), ScoredTree(DraftBudget(9, 3, 2)))
         for slot in range(2)
     )
     bushy.nodes.grow(ROOT, Ranked([3, 4], [1.0, 0.0]))
@@ -238,7 +244,7 @@ def test_stopping_a_draft_early_does_not_change_the_text(
     class Whim(DraftModel):
         stops = 0
 
-        def _pays(self, growths: Sequence[Growth]) -> bool:
+        def _pays(self, growths: Sequence[TreeGrowth]) -> bool:
             assert all(growth.ask.pace >= 0 for growth in growths)
             self.stops += 1
             return self.stops % 3 != 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.independent import fixed, independent
+from paceline.drafters.independent import draft_independently, fixed_tree
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix
 from paceline.types import Draft, DraftBudget, Tap, Verdict
@@ -47,7 +47,7 @@ def ask(sampling: Sampling) -> Ask:
 def test_the_most_likely_nodes_are_drafted(budget: DraftBudget, seed: int) -> None:
     """Compare with all possible nodes. The probability of a path is the product over its tokens."""
     rows = logits(seed=seed)
-    draft = independent(ask(Sampling()), budget, rows)
+    draft = draft_independently(ask(Sampling()), budget, rows)
     check(draft)
     chances = rows.softmax(-1)
     best = rows.argsort(-1, descending=True)[:, : budget.branch].tolist()
@@ -62,12 +62,12 @@ def test_a_chain_equals_the_targets_choices_from_the_same_rows(temperature: floa
     rows = logits(seed=3)
     sampling = Sampling(temperature=temperature, top_k=5, seed=3)
     sampler = sampling.sampler()
-    draft = independent(ask(sampling), DraftBudget.chain(4), rows)
+    draft = draft_independently(ask(sampling), DraftBudget.chain(4), rows)
     path: list[int] = []
     for row in rows:
         path.append(sampler.choose(Prefix(PROMPT, path), row))
     assert draft == Draft.chain(path)
-    assert independent(ask(sampling), DraftBudget.chain(2), rows) == Draft.chain(path[:2])
+    assert draft_independently(ask(sampling), DraftBudget.chain(2), rows) == Draft.chain(path[:2])
 
 
 def test_processors_see_the_best_path() -> None:
@@ -76,13 +76,15 @@ def test_processors_see_the_best_path() -> None:
         return row
 
     climbs = ask(Sampling(processors=[climbing]))
-    draft = independent(climbs, DraftBudget.chain(4), logits())
+    draft = draft_independently(climbs, DraftBudget.chain(4), logits())
     assert list(draft.tokens) == sorted(set(draft.tokens))
     assert draft.tokens[0] > PROMPT[-1]
     dead = torch.full((4, 12), 0.0)
     dead[0, 11] = 9.0
-    assert independent(climbs, DraftBudget(9, 4, 2), dead).tokens[0] == 11, "and where nothing is left the draft ends"
-    assert max(depths(independent(climbs, DraftBudget(9, 4, 2), dead).parents)) == 1
+    assert draft_independently(climbs, DraftBudget(9, 4, 2), dead).tokens[0] == 11, (
+        "and where nothing is left the draft ends"
+    )
+    assert max(depths(draft_independently(climbs, DraftBudget(9, 4, 2), dead).parents)) == 1
 
 
 def test_rows_that_are_not_finite_end_the_draft() -> None:
@@ -90,7 +92,7 @@ def test_rows_that_are_not_finite_end_the_draft() -> None:
     rows[2] = torch.nan
     for rule in ("match", "rejection"):
         drawing = ask(Sampling(temperature=0.9, seed=1, rule=rule))  # type: ignore[arg-type]
-        assert max(depths(independent(drawing, DraftBudget(12, 4, 2), rows).parents)) == 2
+        assert max(depths(draft_independently(drawing, DraftBudget(12, 4, 2), rows).parents)) == 2
 
 
 class Guess(Drafter):
@@ -109,7 +111,7 @@ class Guess(Drafter):
     def release(self, slot: int) -> None: ...
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [independent(ask, ask.budget, self._rows[:, ask.last]) for ask in asks]
+        return [draft_independently(ask, ask.budget, self._rows[:, ask.last]) for ask in asks]
 
 
 @some("rule", ["rejection", "block"], fast=["block"])
@@ -132,9 +134,9 @@ def test_a_q_of_another_depth_is_noticed() -> None:
 )
 def test_drawn_trees_branch_no_more_below_an_only_child(order: tuple[tuple[int, ...], ...]) -> None:
     """Otherwise, the draws and a path-dependent processor would decide whether the block rule sees a chain."""
-    nodes = fixed(DraftBudget(8, 3, 2), order, True).nodes
+    nodes = fixed_tree(DraftBudget(8, 3, 2), order, True).nodes
     children = Counter(parent for parent, _, _ in nodes)
     for row, (parent, _, _) in enumerate(nodes, 1):
         assert children[parent] > 1 or children[row] <= 1
     assert len(nodes) == len(order) - 1
-    assert len(fixed(DraftBudget(8, 3, 2), order, False).nodes) == len(order), "where nothing is drawn all stay"
+    assert len(fixed_tree(DraftBudget(8, 3, 2), order, False).nodes) == len(order), "where nothing is drawn all stay"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.drafters.base import Ask
 from paceline.drafters.block import Block
-from paceline.drafters.growth import Growth
-from paceline.drafters.markov import Blocks
+from paceline.drafters.growth import TreeGrowth
+from paceline.drafters.markov import BlockTrees
 from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel
 from paceline.models.heads import BlockConfig
@@ -55,13 +55,15 @@ def test_every_row_follows_its_own_parent(name: str, monkeypatch: pytest.MonkeyP
     tensors = tensors_of(config)
     seen: list[tuple[list[int], list[int], Tensor]] = []
 
-    def noted(self: Blocks, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def noted(
+        self: BlockTrees, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int
+    ) -> list[Ranked]:
         for path, row in zip(paths, logits, strict=True):
             seen.append((list(growth.ask.token_ids), list(path), row.clone()))
         return plain(self, growth, logits, paths, count)
 
-    plain = Blocks._rank
-    monkeypatch.setattr(Blocks, "_rank", noted)
+    plain = BlockTrees._rank
+    monkeypatch.setattr(BlockTrees, "_rank", noted)
     samplings = [Sampling(max_new_tokens=6, temperature=t, seed=2) for t in (0.0, 1.0, 3.0)]
     engine = Engine(TOY, Block(config, tensors, TOY), DraftBudget(8, 3, 2))
     run_together(engine, [PROMPT, [3, 4], PROMPT * 3], samplings)

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.checkpoints.head_files import open_head
 from paceline.drafters.base import Ask
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.growth import Growth
+from paceline.drafters.growth import TreeGrowth
 from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, InvalidOption, UnsupportedModel
 from paceline.kernels.cpu.build import library
@@ -54,7 +54,7 @@ class Spy(Eagle):
         super().__init__(*args)
         self.seen: list[tuple[list[int], list[int], Tensor]] = []
 
-    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         for path, row in zip(paths, logits, strict=True):
             self.seen.append((list(growth.ask.token_ids), list(path), row.clone()))
         return super().rank(growth, logits, paths, count)

@@ -113,7 +113,7 @@ def test_large_token_ids_are_not_confused() -> None:
 
 
 def test_memory_is_bounded_in_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.drafters.ngram._KEPT", 100)
+    monkeypatch.setattr("paceline.drafters.ngram._MIN_INDEXED", 100)
     index = _Index([], 1, 5)
     for token in range(1000):
         index.text.append(token)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_write import write_head
-from paceline.drafters.growth import Growth
+from paceline.drafters.growth import TreeGrowth
 from paceline.drafters.parallel import ParallelEagle
 from paceline.engine.engine import Engine
 from paceline.errors import CorruptModel, InvalidOption
@@ -45,7 +45,7 @@ class Spy(ParallelEagle):
         super().__init__(*args)
         self.seen: list[tuple[list[int], Tensor]] = []
 
-    def _guess(self, growths: Sequence[Growth]) -> list[Tensor]:
+    def _guess(self, growths: Sequence[TreeGrowth]) -> list[Tensor]:
         guesses = super()._guess(growths)
         subset = self._net.subset
         assert subset

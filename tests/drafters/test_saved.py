@@ -11,7 +11,7 @@ import torch
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.cached import MAX_PENDING
-from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.cross import SharedTokenDrafter, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -70,7 +70,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": Suffix,
 }
 FOREIGNERS: dict[str, Callable[[], Drafter]] = {
-    "shared tokens": lambda: SharedTokens(FOREIGN),
+    "shared tokens": lambda: SharedTokenDrafter(FOREIGN),
     "retold": lambda: TextDrafter(FOREIGN),
 }
 
@@ -129,7 +129,7 @@ def test_drafts_after_load_equal_drafts_after_the_whole_prompt(name: str, how: t
     plain, text = uncached(name, rule)
     assert any(draft.tokens for draft in plain) or name in ("ngram", "suffix")
     other = [*PROMPT[:common], *((t + 1) % 37 for t in PROMPT[common:]), 5, 6, 7]
-    engine = CachedEngine(target, make(), TREE, PrefixCache(1 << 30, seamless=True))
+    engine = CachedEngine(target, make(), TREE, PrefixCache(1 << 30, chunk_invariant=True))
     if drafted:
         rounds(engine, other, rule, TREE)
     else:
@@ -161,7 +161,7 @@ def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypat
     assert isinstance(drafter, DraftModel)
     target = FOREIGN.target.target if name in FOREIGNERS else TARGET
     read = rows_read(drafter, monkeypatch)
-    engine = CachedEngine(target, drafter, TREE, PrefixCache(1 << 30, seamless=True))
+    engine = CachedEngine(target, drafter, TREE, PrefixCache(1 << 30, chunk_invariant=True))
     rounds(engine, PROMPT, "match", TREE)
     first, read[:] = sum(read), []
     rounds(engine, [*PROMPT, 1, 2, 3], "match", TREE)
@@ -170,7 +170,9 @@ def test_a_draft_model_does_not_read_again_what_it_has_read(name: str, monkeypat
 
 @pytest.mark.parametrize("name", ["model", "eagle-3", "block", "stack", "around", *FOREIGNERS])
 def test_the_controller_knows_what_a_drafter_has_read_of_a_cached_prefix(name: str) -> None:
-    engine = CachedEngine(target_of(name), (DRAFTERS | FOREIGNERS)[name](), TREE, PrefixCache(1 << 30, seamless=True))
+    engine = CachedEngine(
+        target_of(name), (DRAFTERS | FOREIGNERS)[name](), TREE, PrefixCache(1 << 30, chunk_invariant=True)
+    )
     rounds(engine, PROMPT, "match", TREE)
     first, second = (begun(engine, prompt, Sampling()) for prompt in (PROMPT[::-1], [*PROMPT, 1, 2, 3]))
     assert unread(first) >= len(PROMPT) // 2  # a foreigner counts its own tokens
@@ -224,7 +226,7 @@ def test_one_token_too_many_is_noticed(more: int) -> None:
 def test_text_before_a_heads_window_is_no_hit() -> None:
     target = toy_target(layers=8, vocab_size=64, context_length=2048)
     drafter = Block(heads.WINDOWED, heads.head_of(heads.WINDOWED).tensors, target)
-    engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(1 << 30, seamless=True))
+    engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(1 << 30, chunk_invariant=True))
     prompt = [i * i % 37 for i in range(1500)]
     request = begun(engine, prompt, Sampling())
     drafter.propose([Ask(request.slot, request.prefix, DraftBudget.chain(3), request.sampler)])

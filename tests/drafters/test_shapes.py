@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from paceline.drafters.independent import best
+from paceline.drafters.independent import best_tree
 from paceline.train.pointwise import Accuracy
 from paceline.types import DraftBudget
 from paceline.verify.tree import Place, from_paths
@@ -47,7 +47,7 @@ def any_chances(seed: int) -> dict[Place, float]:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_tree_of_the_same_size_keeps_more(seed: int) -> None:
     chances = any_chances(seed)
-    shape = best(chances.__getitem__, DraftBudget(6, DEPTH, BRANCH))
+    shape = best_tree(chances.__getitem__, DraftBudget(6, DEPTH, BRANCH))
     for nodes in range(7):
         most = max(kept(tree, chances) for tree in trees(nodes))
         assert kept(shape[:nodes], chances) == pytest.approx(most)
@@ -55,12 +55,12 @@ def test_no_tree_of_the_same_size_keeps_more(seed: int) -> None:
 
 
 def test_the_search_keeps_to_its_budget() -> None:
-    shape = best(lambda place: 0.9 / (1 + place[-1]), DraftBudget(9, 2, 3))
+    shape = best_tree(lambda place: 0.9 / (1 + place[-1]), DraftBudget(9, 2, 3))
     assert len(shape) == 9
     assert max(map(len, shape)) == 2
     assert max(map(max, shape)) == 2
-    assert best(lambda place: 0.5, DraftBudget(0, 3, 2)) == ()
-    assert best(lambda place: 0.0, DraftBudget(9, 3, 2)) == (), "what never stands is not drafted"
+    assert best_tree(lambda place: 0.5, DraftBudget(0, 3, 2)) == ()
+    assert best_tree(lambda place: 0.0, DraftBudget(9, 3, 2)) == (), "what never stands is not drafted"
 
 
 def test_ranks_that_were_read_count_like_drafted_ones() -> None:

@@ -111,8 +111,8 @@ def test_the_draft_vocabulary_keeps_the_lowest_ids_and_eos(monkeypatch: pytest.M
     assert ends <= {*kept.tolist()}
     assert [*kept] == sorted(kept)
     assert {*kept.tolist()} - ends == {*[i for i in range(37) if i not in ends][: 8 - len(ends)]}
-    monkeypatch.setattr(trimmed, "_LARGE", 36)
-    monkeypatch.setattr(trimmed, "_LOWEST", 10)
+    monkeypatch.setattr(trimmed, "_TRIM_ABOVE", 36)
+    monkeypatch.setattr(trimmed, "_KEPT_LOWEST_IDS", 10)
     large = keep("auto")
     assert large is not None
     assert len(large) == 10
@@ -123,7 +123,7 @@ def test_the_draft_vocabulary_keeps_the_lowest_ids_and_eos(monkeypatch: pytest.M
 
 def test_own_answers_say_which_tokens_are_frequent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = toy_model()
-    monkeypatch.setattr(trimmed, "_FREQUENT", 4 + len(target.eos))
+    monkeypatch.setattr(trimmed, "_KEPT_FREQUENT", 4 + len(target.eos))
     rows = [{"answer": "zzzz"}, {"answer": "yyy"}, {"answer": "ignored", "token_ids": [30, 30, 30, 31, 31, 99]}]
     path = tmp_path / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
@@ -154,8 +154,8 @@ def test_files_without_answers_are_refused(tmp_path: Path, content: bytes, messa
 
 
 def test_only_the_beginning_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trimmed, "_LIMIT", 40)
-    monkeypatch.setattr(trimmed, "_FREQUENT", 2)
+    monkeypatch.setattr(trimmed, "_MAX_ANSWER_BYTES", 40)
+    monkeypatch.setattr(trimmed, "_KEPT_FREQUENT", 2)
     target = toy_model()
     line = b'{"answer": "zz"}\n'
     (tmp_path / "a.jsonl").write_bytes(line * 2 + b"not JSON at all\n" * 100)

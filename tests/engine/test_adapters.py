@@ -100,7 +100,7 @@ def test_texts_equal_the_merged_models_texts(name: str, draft: DraftBudget | Non
 @pytest.mark.parametrize("name", ["none", "eagle", "model"])
 def test_a_prefix_is_found_only_under_its_own_adapter(name: str) -> None:
     engine, sampling = Engine(TARGET, DRAFTERS[name]()), Sampling(max_new_tokens=16, temperature=0.0, seed=4)
-    prefixes = engine.prefixes = PrefixCache(1 << 30, seamless=True)  # float64 rounds too little to matter
+    prefixes = engine.prefixes = PrefixCache(1 << 30, chunk_invariant=True)  # float64 rounds too little to matter
     for found in (False, True):
         for number in (0, 1, 2, 3):
             hits = prefixes.hits

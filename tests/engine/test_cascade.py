@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from paceline.drafters.base import Allowance, Ask, Drafter, DrafterPart
-from paceline.drafters.stack import SURE, DrafterStack, DrafterWrapper
+from paceline.drafters.stack import MIN_LOOKUP_PROBABILITY, DrafterStack, DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.engine.draft_length import Controller
 from paceline.engine.engine import Engine
@@ -211,7 +211,7 @@ def test_lookups_hold_back_only_for_a_drafter_that_is_asked() -> None:
     for _ in range(4):
         run(target, PROMPT, sampling, engine=engine)
     assert lookup.asked.pop(0) == {0.0}
-    assert any(SURE in sures for sures in lookup.asked.values())
+    assert any(MIN_LOOKUP_PROBABILITY in sures for sures in lookup.asked.values())
 
 
 def test_each_part_notes_once_that_a_text_begins() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.engine.cost_model import Curve, Fading
-from paceline.engine.draft_length import Standing
+from paceline.engine.cost_model import Curve, FadingMean
+from paceline.engine.draft_length import RequestState
 from paceline.types import Draft, DraftBudget, Verdict
 from paceline.verify.tree import MIN_ROWS
 from tests.support.controlled import Driven
@@ -119,7 +119,7 @@ def test_a_drafter_that_is_off_rests_for_most_rounds() -> None:
     assert resting > 0.8 * 400
     while not world.controller.last.resting:
         world.round()
-    assert not world.controller.plan([Standing(fresh=True)], 1).resting, "another text may be easier to guess"
+    assert not world.controller.plan([RequestState(is_new=True)], 1).resting, "another text may be easier to guess"
 
 
 def test_it_gives_up_and_comes_back() -> None:
@@ -229,7 +229,7 @@ def test_catching_up_with_a_prompt_must_pay_within_what_is_left_to_write() -> No
 
 
 def test_the_first_measurement_warms_up_and_odd_ones_hardly_count() -> None:
-    seen = Fading()
+    seen = FadingMean()
     seen.add(50.0, 1)
     assert not seen.known
     for round, seconds in enumerate((4.0, 1.0, 1.1, 40.0, 0.9, 1.0, 1.1, 1.0), 2):
@@ -238,7 +238,7 @@ def test_the_first_measurement_warms_up_and_odd_ones_hardly_count() -> None:
 
 
 def test_after_a_pause_the_new_measurement_counts_most() -> None:
-    seen = Fading()
+    seen = FadingMean()
     for round in range(20):
         seen.add(2.0, round)
     seen.add(1.0, 20)
@@ -401,16 +401,16 @@ def test_rounds_that_only_read_a_part_teach_what_reading_costs_and_nothing_else(
         seconds = 0.0001 * read + (0.001 * size.nodes if not left else 0.0)
         controller.take([size], [draft], [verdict], seconds, 0.01, 1, 1 + len(draft.tokens))
     assert controller._catch_up.value == pytest.approx(0.0001, rel=0.3)
-    assert controller._rates[0].chances(controller._round)[8] > 0.8
+    assert controller._rates[0].probabilities(controller._round)[8] > 0.8
 
 
 def test_a_try_that_read_a_part_of_the_backlog_is_charged_for_that_part() -> None:
     saved = []
     for left in (0, 900):
         controller = Driven(DraftBudget.chain(1))
-        controller._catch_up = Fading(0.001)
+        controller._catch_up = FadingMean(0.001)
         controller.choose(unread=1000)
-        controller.last = replace(controller.last, at=1, best=0, tried=True, saved=0.0)
+        controller.last = replace(controller.last, size_index=1, best_index=0, is_try=True, savings=0.0)
         controller.take([DraftBudget.chain(1)], [Draft(unread=left)], [Verdict((), (0,))], 0.1, 0.01, 1, 1)
         saved.append(controller._saved)
     assert saved[1] - saved[0] == pytest.approx(900 * 0.001)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.drafters.base import Ask
-from paceline.drafters.independent import independent
+from paceline.drafters.independent import draft_independently
 from paceline.drafters.model import DraftModel
 from paceline.drafters.stack import DrafterWrapper
 from paceline.engine.detokenizer import TextStream
@@ -288,7 +288,7 @@ class NotFinite(Oracle):
     """Ranks rows of NaN, like a broken draft model."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [independent(one, one.budget, torch.full((2, 37), torch.nan)) for one in asks]
+        return [draft_independently(one, one.budget, torch.full((2, 37), torch.nan)) for one in asks]
 
 
 def test_a_drafter_that_fails_is_counted_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline.cache.state import CHECKPOINT
+from paceline.cache.state import CHECKPOINT_INTERVAL
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
 from paceline.drafters.eagle import Eagle
@@ -62,14 +62,14 @@ GREEDY, SAMPLED = Sampling(max_new_tokens=15, temperature=0.0), Sampling(max_new
 
 @pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
-    return [run(TARGET, text(CHECKPOINT - 10), sampling)[0] for sampling in (GREEDY, SAMPLED)]
+    return [run(TARGET, text(CHECKPOINT_INTERVAL - 10), sampling)[0] for sampling in (GREEDY, SAMPLED)]
 
 
 @cover(shape=SHAPES, name=[*DRAFTERS], together=[("name",), ("shape",)])
 def test_the_text_does_not_depend_on_the_drafter(name: str, shape: DraftBudget, plain: list[list[int]]) -> None:
     """The text crosses a checkpoint, with greedy and sampled requests in one batch."""
     engine = Engine(TARGET, DRAFTERS[name](), shape)
-    replies = run_together(engine, [text(CHECKPOINT - 10)] * 2, [GREEDY, SAMPLED])
+    replies = run_together(engine, [text(CHECKPOINT_INTERVAL - 10)] * 2, [GREEDY, SAMPLED])
     assert [reply[0] for reply in replies] == plain
     if name == "itself":
         assert all(stats.acceptance == 1.0 for _, _, stats in replies if shape is CHAIN), "its own states follow too"
@@ -84,8 +84,8 @@ def test_mamba_keeps_its_text_too(shape: DraftBudget, name: str) -> None:
         "ngram": NGram(),
     }
     samplings = [GREEDY, SAMPLED]
-    plain = [plain_text(MAMBA, text(CHECKPOINT - 10), sampling) for sampling in samplings]
-    replies = run_together(Engine(MAMBA, made[name], shape), [text(CHECKPOINT - 10)] * 2, samplings)
+    plain = [plain_text(MAMBA, text(CHECKPOINT_INTERVAL - 10), sampling) for sampling in samplings]
+    replies = run_together(Engine(MAMBA, made[name], shape), [text(CHECKPOINT_INTERVAL - 10)] * 2, samplings)
     assert [reply[0] for reply in replies] == plain
 
 
@@ -93,12 +93,14 @@ def test_mamba_keeps_its_text_too(shape: DraftBudget, name: str) -> None:
 def test_applying_a_mamba_update_twice_changes_the_text(shape: DraftBudget) -> None:
     engine = Engine(broken(Twice, hybrid=tiny_mamba), NGram(), shape)
     for sampling in (GREEDY, SAMPLED):
-        prompt = text(CHECKPOINT - 10)
+        prompt = text(CHECKPOINT_INTERVAL - 10)
         assert run(engine.target, prompt, sampling, engine=engine)[0] != plain_text(MAMBA, prompt, sampling)
 
 
 def test_a_state_that_is_applied_twice_is_another_text(plain: list[list[int]]) -> None:
-    replies = run_together(Engine(broken(Twice), NGram(), CHAIN), [text(CHECKPOINT - 10)] * 2, [GREEDY, SAMPLED])
+    replies = run_together(
+        Engine(broken(Twice), NGram(), CHAIN), [text(CHECKPOINT_INTERVAL - 10)] * 2, [GREEDY, SAMPLED]
+    )
     assert [reply[0] for reply in replies] != plain
 
 
@@ -115,11 +117,11 @@ def test_prompts_begin_at_the_checkpoints_of_earlier_texts() -> None:
 
 def test_sessions_roll_back_to_any_token() -> None:
     session = Session(TARGET, (), lambda *a, **b: [], lambda ids: "")
-    tokens = text(CHECKPOINT + 60)
+    tokens = text(CHECKPOINT_INTERVAL + 60)
     session.observe(tokens)
     session.logits_after([1, 2, 3])
     session.observe([1, 2, 9])
-    for length in (CHECKPOINT + 61, CHECKPOINT + 20, CHECKPOINT - 5, 3):
+    for length in (CHECKPOINT_INTERVAL + 61, CHECKPOINT_INTERVAL + 20, CHECKPOINT_INTERVAL - 5, 3):
         session.rollback_to(length)
         session.observe([5])
         again = Session(TARGET, (), lambda *a, **b: [], lambda ids: "")

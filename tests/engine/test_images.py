@@ -47,7 +47,7 @@ def prompt(*images: EncodedImage, tail: int = 5) -> ImagePrompt:
 def _seamless(target: Decoder) -> Engine:
     """Return an engine that can split prompts anywhere, as with the CPU kernels."""
     engine = Engine(target)
-    engine.seamless = True
+    engine.chunk_invariant = True
     return engine
 
 
@@ -136,4 +136,4 @@ def test_a_prefix_that_ends_in_an_image_whose_rows_see_each_other_is_shortened()
     while count := engine.feed(request, 3):
         fed.append(count)
     assert fed == [3, 1, 6, 3, 6, 3, 3, 1]
-    assert [given.whole(length) for length in (3, 4, 5, 9, 10, 11)] == [3, 4, 4, 4, 10, 11]
+    assert [given.without_partial_image(length) for length in (3, 4, 5, 9, 10, 11)] == [3, 4, 4, 4, 10, 11]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.cross import SharedTokenDrafter, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -72,7 +72,7 @@ DRAFTERS: dict[str, Make] = {
     "eagle-3": lambda text: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda text: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
     "eagle-1 with a trimmed head": lambda text: Eagle(replace(EAGLE_1, head_tokens=EVEN), eagle_tensors(EAGLE_1), TOY),
-    "another model with its own tokenizer": lambda text: SharedTokens(FOREIGN),
+    "another model with its own tokenizer": lambda text: SharedTokenDrafter(FOREIGN),
     "another model's text": lambda text: TextDrafter(FOREIGN),
     "stack": lambda text: DrafterStack([NGram(), DraftModel(OTHER, 37)]),
     "cascade": lambda text: DrafterStack([Suffix(), NGram(), DraftModel(TOY, 37)]),

@@ -11,7 +11,7 @@ import pytest
 from paceline.drafters.base import Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.suffix import Suffix
-from paceline.engine.draft_policy import OFF
+from paceline.engine.draft_policy import SPECULATION_OFF
 from paceline.engine.prediction import PredictedReply, predicted_ids
 from paceline.errors import InvalidOption
 from paceline.sampling.grammar import Grammar
@@ -93,7 +93,7 @@ def test_a_grammar_comes_first() -> None:
 def test_without_speculation_nothing_is_drafted() -> None:
     llm = toy_llm()
     sampling = Sampling(max_new_tokens=16, prediction=[1, 2, 3])
-    request = llm.start([1, 2], sampling, speculation=OFF)
+    request = llm.start([1, 2], sampling, speculation=SPECULATION_OFF)
     llm.engine.prefill(request)
     while not request.finish:
         llm.engine.step([request])

@@ -16,7 +16,7 @@ from paceline.cache.slab import SlabCache
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.cross import SharedTokenDrafter, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -27,7 +27,7 @@ from paceline.drafters.suffix import Suffix
 from paceline.drafters.vocab_map import VocabMap
 from paceline.engine.detokenizer import TextStream
 from paceline.engine.prefix_cache import PrefixCache
-from paceline.engine.self_check import guarantee, seamless
+from paceline.engine.self_check import chunk_invariant, guarantee
 from paceline.engine.stats import Stats
 from paceline.errors import NonFiniteLogits
 from paceline.kernels.cpu.build import library
@@ -69,7 +69,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "medusa": lambda: Medusa(TINY_MEDUSA, medusa_tensors(), TOY),
     "block": lambda: Block(TINY_BLOCK, block_tensors(), TOY),
     "early exit": lambda: EarlyExit(ExitConfig(32, 1), {}, TOY, threshold=0.0),
-    "shared tokens": lambda: SharedTokens(FOREIGN),
+    "shared tokens": lambda: SharedTokenDrafter(FOREIGN),
     "retold": lambda: TextDrafter(FOREIGN),
     "stack": lambda: DrafterStack([NGram(), eagle()]),
 }
@@ -97,7 +97,7 @@ def plain(prompt: Sequence[int], sampling: Sampling) -> list[int]:
 @given(st.lists(wishes, min_size=2, max_size=8), st.sampled_from([PLENTY, 200_000, 40_000]))
 def test_texts_equal_texts_without_a_cache(sequence: list[Wish], limit: int) -> None:
     """This holds for every drafter, any earlier texts including replies and chats, and any cache size."""
-    prefixes = PrefixCache(limit, seamless=True)
+    prefixes = PrefixCache(limit, chunk_invariant=True)
     engines = {name: CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name) for *_, name in sequence}
     texts: list[list[int]] = [[1, 5, 9, 5, 9, 5, 2, 1, 5, 9]]
     for before, length, new, temperature, name in sequence:
@@ -112,7 +112,7 @@ def test_texts_equal_texts_without_a_cache(sequence: list[Wish], limit: int) -> 
 
 @some("name", [*DRAFTERS], fast=KINDS)
 def test_a_chat_continues_where_it_ended(name: str) -> None:
-    prefixes = PrefixCache(PLENTY, seamless=True)
+    prefixes = PrefixCache(PLENTY, chunk_invariant=True)
     engine = CachedEngine(TOY, DRAFTERS[name](), None, prefixes, name)
     sampling = Sampling(max_new_tokens=20, temperature=0.9, seed=4, ignore_eos=True)
     text = [1, 5, 9, 5, 9, 5, 2, 1, 5, 9]
@@ -131,7 +131,7 @@ def test_a_chat_continues_where_it_ended(name: str) -> None:
 
 @some("name", [*DRAFTERS], fast=KINDS)
 def test_requests_that_run_together_share_their_beginning(name: str) -> None:
-    engine = CachedEngine(TOY, DRAFTERS[name](), None, PrefixCache(PLENTY, seamless=True), name)
+    engine = CachedEngine(TOY, DRAFTERS[name](), None, PrefixCache(PLENTY, chunk_invariant=True), name)
     system = [i * i % 37 for i in range(50)]
     prompts = [[*system, *end] for end in ([1, 2], [3], [1, 2, 4, 4], [9, 9, 9], [1, 2])]
     samplings = [Sampling(max_new_tokens=9 + 4 * i, temperature=0.8, seed=i) for i in range(len(prompts))]
@@ -144,7 +144,7 @@ def test_a_request_that_failed_leaves_its_prompt_at_most() -> None:
     def fails(prefix: Prefix, logits: torch.Tensor) -> torch.Tensor:
         return logits * torch.nan
 
-    engine = CachedEngine(TOY, None, None, PrefixCache(PLENTY, seamless=True))
+    engine = CachedEngine(TOY, None, None, PrefixCache(PLENTY, chunk_invariant=True))
     with pytest.raises(NonFiniteLogits):
         run(TOY, [1, 2, 3, 4], Sampling(processors=[fails]), engine=engine)
     assert engine.prefixes is not None
@@ -156,7 +156,7 @@ def saved(length: int, nbytes: int = 8) -> Saved:
 
 
 def test_the_longest_usable_beginning_is_found_whoever_stored_it() -> None:
-    prefixes = PrefixCache(PLENTY, seamless=True)
+    prefixes = PrefixCache(PLENTY, chunk_invariant=True)
     prefixes.store([1, 2, 3, 4, 5, 6, 7, 8], 5, saved(7), {"eagle": saved(6), "suffix": None})
     prefixes.store([1, 2, 3, 9, 9], 5, saved(4))
     found = [
@@ -179,7 +179,7 @@ def test_the_longest_usable_beginning_is_found_whoever_stored_it() -> None:
 
 
 def test_the_latest_used_text_stays() -> None:
-    prefixes = PrefixCache(3 * (100 + 4 * 8), seamless=True)
+    prefixes = PrefixCache(3 * (100 + 4 * 8), chunk_invariant=True)
     for first in range(3):
         prefixes.store([first, 5, 6, 7], 4, saved(3, 100))
     assert prefixes.find([0, 5, 6, 7, 8])
@@ -190,7 +190,7 @@ def test_the_latest_used_text_stays() -> None:
 
 
 def test_drafters_share_an_entry() -> None:
-    prefixes = PrefixCache(PLENTY, seamless=True)
+    prefixes = PrefixCache(PLENTY, chunk_invariant=True)
     prefixes.store([1, 2, 3, 4], 4, saved(3), {"eagle": saved(3)})
     prefixes.store([1, 2, 3, 4, 5, 6], 6, saved(5), {"block": saved(5)})
     assert len(prefixes) == 1
@@ -245,7 +245,7 @@ class Windowed(Decoder):
 
 def test_a_ring_that_has_moved_on_serves_its_end_and_an_older_text_its_beginning() -> None:
     target = Windowed(replace(TINY, context_length=4096), random_tensors(TINY), torch.float64, torch.device("cpu"))
-    engine = CachedEngine(target, None, None, PrefixCache(PLENTY, seamless=True))
+    engine = CachedEngine(target, None, None, PrefixCache(PLENTY, chunk_invariant=True))
     text = [(i * i + i // 7) % 36 for i in range(1600)]
     sampling = Sampling(max_new_tokens=6, ignore_eos=True)
     for length, cached in ((300, 0), (1500, 299), (200, 199), (1400, 1399), (700, 699), (450, 299)):
@@ -265,7 +265,7 @@ def test_keys_turned_for_another_length_are_not_used(kind: str) -> None:
     )
     config = replace(TINY, rope=rope)
     target = Decoder(config, random_tensors(config), torch.float64, torch.device("cpu"))
-    engine = CachedEngine(target, None, None, PrefixCache(PLENTY, seamless=True))
+    engine = CachedEngine(target, None, None, PrefixCache(PLENTY, chunk_invariant=True))
     text = [(i * i + i // 7) % 37 for i in range(60)]
     sampling = Sampling(max_new_tokens=12, ignore_eos=True)
     for length in (20, 25, 40, 40, 45, 28):
@@ -275,7 +275,7 @@ def test_keys_turned_for_another_length_are_not_used(kind: str) -> None:
 
 
 def test_one_token_too_many_is_another_text() -> None:
-    prefixes = PrefixCache(PLENTY, seamless=True)
+    prefixes = PrefixCache(PLENTY, chunk_invariant=True)
     engine = CachedEngine(TOY, None, None, prefixes)
     engine.finish(begun(engine, [1, 2, 3, 4, 5, 6], Sampling()))
     hit = prefixes.find([1, 2, 3, 7, 8, 9])
@@ -296,7 +296,7 @@ def test_one_token_too_many_is_another_text() -> None:
 
 
 def test_a_lookup_among_many_long_texts_takes_no_walk_over_their_tokens() -> None:
-    prefixes = PrefixCache(PLENTY, seamless=True)
+    prefixes = PrefixCache(PLENTY, chunk_invariant=True)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 37, 3000).tolist()
     for _ in range(300):
@@ -309,7 +309,7 @@ def test_a_lookup_among_many_long_texts_takes_no_walk_over_their_tokens() -> Non
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("name", ["llama", "qwen3: head norms", "gemma3", GEMMA4, DELTA_NET, "heads of 80"])
 def test_native_kernels_leave_the_same_in_any_pass(name: str) -> None:
-    assert seamless(native(replace(BASE, **MODELS[name])), "bits")
+    assert chunk_invariant(native(replace(BASE, **MODELS[name])), "bits")
 
 
 def test_a_single_changed_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,16 +332,16 @@ def test_a_single_changed_bit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
             return out
 
         monkeypatch.setattr(target, "forward", forward)
-        assert not seamless(target, "bits")
+        assert not chunk_invariant(target, "bits")
     monkeypatch.setattr(target, "forward", honest)
-    assert seamless(target, "bits")
-    assert not seamless(target, "rounding")
+    assert chunk_invariant(target, "bits")
+    assert not chunk_invariant(target, "rounding")
 
 
 def test_rows_of_torchs_products_depend_on_their_pass_and_the_check_says_so() -> None:
     target = tiny_target(context_length=2048)
-    assert not seamless(target, "bits")
-    assert not seamless(target, guarantee(target))
+    assert not chunk_invariant(target, "bits")
+    assert not chunk_invariant(target, guarantee(target))
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +355,7 @@ def real() -> Iterator[Loaded]:
 def test_the_real_models_logits_are_the_same_after_a_hit(real: Loaded) -> None:
     """The second turn of a chat begins anywhere in a chunk, after rows from decoding, across the end of a block."""
     target = real.target
-    free = seamless(target, guarantee(target))
+    free = chunk_invariant(target, guarantee(target))
     text = real.tokenizer.encode("The lighthouse keeper wrote down the wind, the swell and every passing sail. " * 40)
     engine = CachedEngine(target, None, None, PrefixCache(PLENTY, free))
     first = [*text[:470], 9, 9]

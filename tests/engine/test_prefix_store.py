@@ -20,7 +20,7 @@ from paceline.cache.attention import LayerAttention
 from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import SharedTokens
+from paceline.drafters.cross import SharedTokenDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
@@ -92,7 +92,7 @@ DRAFTERS: dict[str, Callable[[Decoder], Drafter]] = {
     "model": lambda target: DraftModel(toy_target(seed=9, context_length=2048), 37),
     "block": lambda target: Block(TINY_BLOCK, block_tensors(), target),
     "stack": lambda target: DrafterStack([NGram(), eagle(target)]),
-    "shared tokens": lambda target: SharedTokens(
+    "shared tokens": lambda target: SharedTokenDrafter(
         VocabMap(toy_model(context_length=1024), toy_foreigner(seed=9, context_length=1024))
     ),
 }
@@ -104,14 +104,14 @@ def started(
     drafter: Drafter | None = None,
     memory: int = PLENTY,
     disk: int = PLENTY,
-    seamless: bool = True,
+    chunk_invariant: bool = True,
 ) -> CachedEngine:
     """Return a new engine with a folder, as after a start."""
     target = target or toy_target(context_length=2048)
     engine = CachedEngine(target, drafter, DraftBudget.chain(3), PrefixCache(0))
     keyed = {"the drafter": (drafter_key(drafter, target), drafter)} if drafter else {}
     store = PrefixStore(folder, disk, target_key(target), engine.cache, keyed)
-    engine.prefixes = PrefixCache(memory, seamless, store)
+    engine.prefixes = PrefixCache(memory, chunk_invariant, store)
     return engine
 
 
@@ -156,7 +156,7 @@ def test_a_restart_finds_the_prefix_and_continues_with_the_same_text(kind: str, 
     assert stats.from_disk == stats.cached == again.cached[0]
     assert again.prefixes is not None
     assert again.prefixes.hits == again.cached[0]
-    assert PrefixCache(0, True, store_of(again)).known(more) == again.cached[0]
+    assert PrefixCache(0, True, store_of(again)).estimate_hit(more) == again.cached[0]
     assert reply == run(make(), more, SAMPLING)[0]
 
 
@@ -215,10 +215,10 @@ def test_a_text_is_not_rewritten_for_a_drafter_that_was_loaded_later(tmp_path: P
 
 def test_only_whole_chunks_are_used_if_passes_change_bits(tmp_path: Path) -> None:
     prompt = [i % 29 for i in range(2 * PREFILL_ROWS + 40)]
-    first = started(tmp_path, seamless=False)
+    first = started(tmp_path, chunk_invariant=False)
     replied(first, prompt)
     first.save_prefixes(60)
-    again = started(tmp_path, seamless=False)
+    again = started(tmp_path, chunk_invariant=False)
     replied(again, prompt)
     assert again.cached == [2 * PREFILL_ROWS]
 
@@ -280,7 +280,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def spoiled(content: bytes) -> Iterator[bytes]:
     """Yield versions of a file that are truncated or have a flipped bit, at offsets spread over the file."""
-    header = 32 + sum(prefix_file._FIXED.unpack(content[:32])[3:])
+    header = 32 + sum(prefix_file._FIXED_HEADER.unpack(content[:32])[3:])
     offsets = {*range(0, 33, 3), *range(40, header, 397), *range(8192, len(content), len(content) // 40)}
     for offset in sorted(offsets):
         yield content[:offset]

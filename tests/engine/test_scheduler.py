@@ -21,7 +21,7 @@ from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
 from paceline.engine.detokenizer import TextStream
-from paceline.engine.draft_policy import OFF, Speculation
+from paceline.engine.draft_policy import SPECULATION_OFF, Speculation
 from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.request import Request
@@ -62,7 +62,9 @@ def begin(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Specul
     return engine.start(prompt, sampling.sampler(), stream, Stats(0, "rounding"), like, how)
 
 
-def task(engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Speculation = OFF, **more: object) -> Task:
+def task(
+    engine: Engine, prompt: Sequence[int], sampling: Sampling, how: Speculation = SPECULATION_OFF, **more: object
+) -> Task:
     return Task(partial(begin, engine, prompt, sampling, how), prompt, **more)  # type: ignore[arg-type]
 
 
@@ -133,7 +135,7 @@ def test_a_text_depends_on_the_seed_so_the_comparison_above_can_fail() -> None:
 
 def test_a_long_prompt_does_not_stall_running_replies() -> None:
     engine = Engine(TOY)
-    engine.__dict__["seamless"] = True  # on machines too whose float64 products depend on a pass's size
+    engine.__dict__["chunk_invariant"] = True  # on machines too whose float64 products depend on a pass's size
     scheduler = Scheduler(engine, 4, quota=10, clock=lambda: 0.0)
     first, long = task(engine, [1, 2], Sampling(max_new_tokens=90)), task(engine, [5] * 300, Sampling(max_new_tokens=2))
     scheduler.add(first)
@@ -148,7 +150,7 @@ def test_a_long_prompt_does_not_stall_running_replies() -> None:
 
 def test_a_first_token_does_not_wait_for_other_prompts() -> None:
     engine = Engine(TOY)
-    engine.__dict__["seamless"] = True
+    engine.__dict__["chunk_invariant"] = True
     scheduler = Scheduler(engine, 8, quota=20, clock=lambda: 0.0)
     short, *others = (task(engine, [1] * n, Sampling(max_new_tokens=50)) for n in (10, 90, 90))
     for one in (short, *others):
@@ -200,7 +202,7 @@ def test_cached_prefixes_give_way_to_running_replies() -> None:
     target, short = toy_target(context_length=2048), [False]
     honest = target.forward
     engine = Engine(target)
-    engine.prefixes = PrefixCache(1 << 20, seamless=True)
+    engine.prefixes = PrefixCache(1 << 20, chunk_invariant=True)
 
     def full(rows: Rows, cache: KVCache, want: Want) -> Forward:
         if short[0] and engine.prefixes and engine.prefixes.nbytes:
@@ -364,7 +366,7 @@ def test_a_drafter_that_fails_after_a_round_loses_no_token_of_others(error: Exce
 def reading(quota: int = 16, width: int = 8) -> tuple[Engine, Scheduler]:
     """Return an engine with a prefix cache, and a scheduler with a stopped clock, so that only the quota counts."""
     engine = Engine(TOY)
-    engine.__dict__["seamless"] = True
+    engine.__dict__["chunk_invariant"] = True
     engine.remember(1 << 24)
     return engine, Scheduler(engine, width, quota, clock=lambda: 0.0)
 
@@ -493,7 +495,7 @@ def test_the_part_of_a_prompt_that_was_read_is_kept_when_its_client_leaves(endin
 
 def test_a_prompt_that_was_cut_off_resumes_in_whole_chunks_if_cuts_change_bits() -> None:
     engine, _ = reading()
-    engine.__dict__["seamless"] = False
+    engine.__dict__["chunk_invariant"] = False
     engine.remember(1 << 24)
     scheduler = Scheduler(engine, 8, 16, clock=lambda: 0.0)
     prompt, how = [i * i % 37 for i in range(700)], Sampling(max_new_tokens=6)

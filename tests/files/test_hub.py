@@ -12,7 +12,7 @@ from huggingface_hub import constants, file_download
 
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files import hub as hub_files
-from paceline.files.gguf_names import choose, parts_of, quantization_of, whole
+from paceline.files.gguf_names import choose_model, complete_models, parts_of, quantization_of
 from paceline.files.hub import _is_safe, hub_model
 from paceline.files.locate import resolve
 from paceline.files.names import ALIASES, hub_name, short_name
@@ -132,7 +132,7 @@ def test_a_wrong_hash_leaves_nothing(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_files, "_SPARE", 1 << 60)
+    monkeypatch.setattr(hub_files, "_MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(ModelNotFound, match=r"no room for the 0.0 GB of Model-Q4_K_M.gguf"):
         resolve("owner/many", quiet=True)
 
@@ -188,13 +188,13 @@ def test_names_of_quantisations() -> None:
 
 def test_the_preferred_file_is_chosen() -> None:
     parts = [f"m-Q4_K_M-{i:05}-of-00002.gguf" for i in (1, 2)]
-    assert choose([*parts, "m-Q4_K_M.gguf"], None, "x") == ["m-Q4_K_M.gguf"], "one file before two parts"
-    assert choose([parts[0], "m-Q8_0.gguf"], None, "x") == ["m-Q8_0.gguf"], "a part is missing"
-    assert choose(["m-Q2_K.gguf", "m-Q5_K_M.gguf", "m-F16.gguf"], None, "x") == ["m-Q5_K_M.gguf"]
-    assert choose(["odd.gguf"], None, "x") == ["odd.gguf"]
-    assert whole(["mmproj-model-f16.gguf", "imatrix.gguf", "a.txt"]) == []
+    assert choose_model([*parts, "m-Q4_K_M.gguf"], None, "x") == ["m-Q4_K_M.gguf"], "one file before two parts"
+    assert choose_model([parts[0], "m-Q8_0.gguf"], None, "x") == ["m-Q8_0.gguf"], "a part is missing"
+    assert choose_model(["m-Q2_K.gguf", "m-Q5_K_M.gguf", "m-F16.gguf"], None, "x") == ["m-Q5_K_M.gguf"]
+    assert choose_model(["odd.gguf"], None, "x") == ["odd.gguf"]
+    assert complete_models(["mmproj-model-f16.gguf", "imatrix.gguf", "a.txt"]) == []
     with pytest.raises(ModelNotFound, match=r"x has no GGUF file. It contains no GGUF model"):
-        choose(["a.txt"], None, "x")
+        choose_model(["a.txt"], None, "x")
     with pytest.raises(ModelNotFound, match="at most 1024"):
         parts_of("m-00001-of-99999.gguf")
 

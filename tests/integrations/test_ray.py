@@ -33,7 +33,7 @@ from paceline.cli.serve import application  # noqa: E402
 from paceline.errors import InvalidOption  # noqa: E402
 from paceline.integrations.ray import Front, PrefixRouter, Replica, app, front_settings  # noqa: E402
 from paceline.integrations.replica_streams import known  # noqa: E402
-from paceline.integrations.routing import SESSION, Route, ranks, route_of  # noqa: E402
+from paceline.integrations.routing import SESSION, Route, rank_replicas, route_of  # noqa: E402
 from paceline.server.limits import Settings  # noqa: E402
 from tests.support.replicas import DEPLOY, Replicas, cluster  # noqa: E402
 from tests.support.running import Serving, serving  # noqa: E402
@@ -84,7 +84,7 @@ def sessions_of(names: list[str], each: int) -> list[dict[str, str]]:
     found: dict[str, list[dict[str, str]]] = {name: [] for name in names}
     for i in range(1000):
         headers = {SESSION: str(i)}
-        found[names[ranks(route_of(headers, b""), names, lambda _: 0)[0][0]]].append(headers)
+        found[names[rank_replicas(route_of(headers, b""), names, lambda _: 0)[0][0]]].append(headers)
     return [headers for group in zip(*found.values(), strict=False) for headers in group][: each * len(names)]
 
 
@@ -233,7 +233,7 @@ def hit_rate(it: Replicas, arm: str, at_random: bool) -> float:
     found: dict[int, list[dict[str, Any]]] = {i: [] for i in range(len(names))}
     for i in range(200):
         asked = body(f"{arm}{i} " + "the quick brown fox jumps. " * 24, 1, temperature=0)
-        found[ranks(route_of({}, json.dumps(asked).encode()), names, lambda _: 0)[0][0]].append(asked)
+        found[rank_replicas(route_of({}, json.dumps(asked).encode()), names, lambda _: 0)[0][0]].append(asked)
     prompts = [asked for group in found.values() for asked in group[:12]]
     cached = total = 0
     for turn in range(4):

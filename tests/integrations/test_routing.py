@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.integrations.routing import Route, ranks, route_of
+from paceline.integrations.routing import Route, rank_replicas, route_of
 
 NAMES = [f"replica-{i}" for i in range(10)]
 
@@ -25,7 +25,7 @@ def chat(*texts: str, system: str = "Be brief.") -> list[dict[str, str]]:
 
 
 def owner(route: Route, names: list[str] = NAMES) -> str:
-    return names[ranks(route, names, lambda _: 0)[0][0]]
+    return names[rank_replicas(route, names, lambda _: 0)[0][0]]
 
 
 def test_every_turn_of_a_conversation_has_the_route_of_the_first() -> None:
@@ -50,7 +50,7 @@ def test_prompts_that_begin_alike_share_their_keys(field: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"{}", b"\xff", b'{"a": 1, "a": 2}', b"[" * 10**5, b'{"a":NaN}'])
 def test_an_invalid_body_may_go_to_any_replica(body: bytes) -> None:
     assert route_of({}, body) == Route()
-    assert len(ranks(Route(), NAMES, lambda _: 0)[0]) == 2
+    assert len(rank_replicas(Route(), NAMES, lambda _: 0)[0]) == 2
 
 
 @pytest.mark.parametrize("messages", [[], "text", {"role": "user"}, [1, None], [{"role": {}}], [[{"role": "user"}]]])
@@ -61,7 +61,7 @@ def test_messages_of_any_kind_have_a_route(messages: Any) -> None:
 def test_a_session_stays_whatever_it_says_and_however_busy_its_replica_is() -> None:
     one, two = (route({"x-session-id": "s"}, messages=chat(text)) for text in ("hello", "bye"))
     assert one == two
-    (groups,) = {str(ranks(one, NAMES, lambda i, n=n: n * i)) for n in (0, 100)}
+    (groups,) = {str(rank_replicas(one, NAMES, lambda i, n=n: n * i)) for n in (0, 100)}
     assert groups.count("[") == 2, "one group, of one replica"
 
 
@@ -95,15 +95,15 @@ def test_a_busy_owner_is_relieved_by_two_that_its_conversation_keeps() -> None:
     def load(i: int) -> int:
         return 5 if i == busy else 1
 
-    pair = ranks(first, NAMES, load)[0]
+    pair = rank_replicas(first, NAMES, load)[0]
     assert len(pair) == 2
-    assert pair == ranks(first, NAMES, load)[0]
-    assert pair != ranks(second, NAMES, load)[0]
-    assert ranks(first, NAMES, lambda i: 2 if i == busy else 1)[0] == [busy], "not much more than the mean"
-    assert ranks(first, NAMES, lambda _: 5)[0] == [busy], "all are as busy"
+    assert pair == rank_replicas(first, NAMES, load)[0]
+    assert pair != rank_replicas(second, NAMES, load)[0]
+    assert rank_replicas(first, NAMES, lambda i: 2 if i == busy else 1)[0] == [busy], "not much more than the mean"
+    assert rank_replicas(first, NAMES, lambda _: 5)[0] == [busy], "all are as busy"
 
 
 def test_one_replica_and_none_will_do() -> None:
     for asked in (route(prompt="a"), Route()):
-        assert ranks(asked, ["one"], lambda _: 100)[0] == [0]
-        assert not any(ranks(asked, [], lambda _: 0))
+        assert rank_replicas(asked, ["one"], lambda _: 100)[0] == [0]
+        assert not any(rank_replicas(asked, [], lambda _: 0))

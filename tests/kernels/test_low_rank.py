@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.engine.self_check import guarantee, seamless
+from paceline.engine.self_check import chunk_invariant, guarantee
 from paceline.errors import AdapterMismatch, UnsupportedModel
 from paceline.kernels.cpu.build import library
 from paceline.kernels.low_rank import Factors
@@ -157,7 +157,7 @@ def test_the_self_check_sees_rows_that_depend_on_others(monkeypatch: pytest.Monk
     """The self-check finds a row that gets the adapter of another row."""
     config, tensors = tensors_for("llama")
     model = Decoder(config, tensors, torch.bfloat16, CPU, adapters=adapters(tensors))
-    assert (guarantee(model), seamless(model, "bits")) == ("bits", True)
+    assert (guarantee(model), chunk_invariant(model, "bits")) == ("bits", True)
     run = model._stack.run
 
     def mixed_up(*args: Any, adapters: Sequence[int] = (), **more: Any) -> Any:

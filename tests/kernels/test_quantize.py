@@ -123,7 +123,7 @@ def test_constant_groups_are_kept(bits: int, value: float) -> None:
 def test_pieces_and_the_whole_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = drawn(3, 20, 70)
     whole = quantize(weight, 4)
-    monkeypatch.setattr("paceline.kernels.quantize._PIECE", 200)
+    monkeypatch.setattr("paceline.kernels.quantize._CHUNK_WEIGHTS", 200)
     assert torch.equal(quantize(weight, 4).dequantised(), whole.dequantised())
 
 

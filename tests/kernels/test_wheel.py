@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from paceline.errors import InvalidOption
-from paceline.files.wheels import PACKAGED, cache_folder, packaged
+from paceline.files.wheels import PACKAGED_MODELS, cache_folder, fetch_packaged_model
 from paceline.kernels.cpu import build
 from paceline.kernels.cpu.build import SETS, available, library_for
 from paceline.kernels.cpu.toolchain import InstructionSet, find_compiler, packaged_name
@@ -89,7 +89,7 @@ def test_every_instruction_set_of_an_installed_wheel(tmp_path: Path) -> None:
     python = installed(wheel, tmp_path / "venv")
     cache = tmp_path / "cache"
     cache.mkdir()
-    (cache / PACKAGED["demo"].filename).symlink_to(packaged("demo"))
+    (cache / PACKAGED_MODELS["demo"].filename).symlink_to(fetch_packaged_model("demo"))
     env = {"PATH": str(python.parent), "PACELINE_CACHE": str(cache), "OMP_NUM_THREADS": "2"}
     told = json.loads(run(python.parent / "paceline", "compile", "--json", **env))
     assert not told["compiled"]
@@ -101,7 +101,7 @@ def test_every_instruction_set_of_an_installed_wheel(tmp_path: Path) -> None:
     if "avx2" in texts:
         assert texts.pop("portable") == texts.pop("sse4"), "they round products and sums apart"
     assert all(text == texts[available()[-1]] for text in texts.values())
-    assert [path.name for path in cache.iterdir()] == [PACKAGED["demo"].filename], "nothing was compiled"
+    assert [path.name for path in cache.iterdir()] == [PACKAGED_MODELS["demo"].filename], "nothing was compiled"
 
 
 def installed(wheel: Path, folder: Path) -> Path:

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from paceline.learn.folder import open_folder, pupil_of
+from paceline.learn.folder import open_folder, open_key_folder
 from tests.support.toy_cli import failure, run
 
 
 def test_status_and_forget(tmp_path: Path) -> None:
     folder = open_folder(tmp_path / "l")
-    pupil = pupil_of(folder, None)
-    pupil.traffic.write_text("x" * 2000)
+    key_folder = open_key_folder(folder, None)
+    key_folder.traffic.write_text("x" * 2000)
     gain = {"value": 1.24, "low": 1.15, "high": 1.33}
-    pupil.write_status({"gain": gain, "switched": True})
+    key_folder.write_status({"gain": gain, "switched": True})
     shown = run("learn", "--status", str(folder))
     assert shown.exit_code == 0
     assert "all: 2 kB of traffic; last head: 1.24 times as fast (1.15 to 1.33) as before, in use" in shown.stdout
     (row,) = map(json.loads, run("learn", "--status", str(folder), "--json").stdout.splitlines())
-    assert row == {"key": "all", "traffic": 2000, "training": False, "last": pupil.status()}
+    assert row == {"key": "all", "traffic": 2000, "training": False, "last": key_folder.status()}
     assert run("learn", "--forget", str(folder)).exit_code == 0
     assert not folder.exists()
     assert "not a folder of --learn" in failure(run("learn", "--forget", str(tmp_path)))

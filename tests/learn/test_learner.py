@@ -13,9 +13,9 @@ import pytest
 
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
-from paceline.files.jsonl import older
+from paceline.files.jsonl import older_file
 from paceline.learn import learner as learner_module
-from paceline.learn.folder import LEAST_HELD, forget, open_folder, pupil_of, pupils
+from paceline.learn.folder import MIN_HELD_OUT, delete_folder, key_folders, open_folder, open_key_folder
 from paceline.learn.learner import Learner, LearningPlan
 from paceline.llm import LLM, load
 from paceline.recording.file import Recording
@@ -96,27 +96,27 @@ def test_traffic_stays_within_its_bound_and_is_private(tmp_path: Path) -> None:
     sizes = []
     for seed in range(30):
         llm.generate("hello", max_new_tokens=24, temperature=1.0, seed=seed)
-        files = [path for path in (recorder.path, older(recorder.path)) if path.exists()]
+        files = [path for path in (recorder.path, older_file(recorder.path)) if path.exists()]
         assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
         sizes.append(sum(path.stat().st_size for path in files))
     assert limit // 2 < max(sizes) <= limit
-    kept = [reply.sampling.seed for path in (older(recorder.path), recorder.path) for reply in Recording(path)]
+    kept = [reply.sampling.seed for path in (older_file(recorder.path), recorder.path) for reply in Recording(path)]
     assert kept == [*range(30)][-len(kept) :], "the oldest must go first"
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 99, b"some text\n", b'{"paceline_recording": 1}\n', b"[1, 2"])
 def test_a_damaged_file_does_not_stop_a_server(tmp_path: Path, damage: bytes) -> None:
-    pupil = pupil_of(open_folder(tmp_path / "l"), None)
-    pupil.head.mkdir()
-    pupil.lesson.parent.mkdir()
+    key_folder = open_key_folder(open_folder(tmp_path / "l"), None)
+    key_folder.head.mkdir()
+    key_folder.training_data.parent.mkdir()
     names = ("traffic.jsonl", "traffic.jsonl.old", "status.json", "lesson/traffic.jsonl", "head/config.json")
     for name in names:
-        (pupil.folder / name).write_bytes(damage)
-    pupil.candidate.write_bytes(damage)
+        (key_folder.path / name).write_bytes(damage)
+    key_folder.new_head.write_bytes(damage)
     llm = fresh_llm()
     with serving(llm, learner=Learner(llm, [], plan(tmp_path / "l"))) as it:
         assert ask(it)["choices"][0]["text"]
-    assert len(pupil.replies()) == 1
+    assert len(key_folder.replies()) == 1
 
 
 def test_traffic_of_another_model_is_dropped(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_traffic_of_another_model_is_dropped(tmp_path: Path) -> None:
     for llm in (other, fresh_llm()):
         with serving(llm, learner=Learner(llm, [], plan(tmp_path / "l"))) as it:
             ask(it)
-    assert len(pupil_of(tmp_path / "l", None).replies()) == 1
+    assert len(open_key_folder(tmp_path / "l", None).replies()) == 1
 
 
 def test_the_folder_is_forgotten_only_if_it_is_one(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").touch()
-    for refused in (forget, pupils, open_folder):
+    for refused in (delete_folder, key_folders, open_folder):
         with pytest.raises(InvalidOption, match="--learn"):
             refused(tmp_path / "other")
     folder = tmp_path / "l"
@@ -138,10 +138,10 @@ def test_the_folder_is_forgotten_only_if_it_is_one(tmp_path: Path) -> None:
         assert "secret" not in "".join(path.name for path in folder.rglob("*"))
         assert all(path.stat().st_mode & 0o77 == 0 for path in folder.rglob("*") if path.name != ".lock")
         with pytest.raises(InvalidOption, match="another process is using"):
-            forget(folder)
+            delete_folder(folder)
         with pytest.raises(InvalidOption, match="another process is using"):
             Learner(fresh_llm(), [], plan(folder))
-    forget(folder)
+    delete_folder(folder)
     assert not folder.exists()
 
 
@@ -156,10 +156,12 @@ def soon(reached: Callable[[], bool]) -> bool:
     return reached()
 
 
-def test_a_lesson_stops_at_the_first_request_and_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "COMMAND", SLEEPS)
+def test_a_training_run_stops_at_the_first_request_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "TRAIN_COMMAND", SLEEPS)
     llm = fresh_llm()
-    learner = Learner(llm, [], plan(tmp_path / "l", idle=0.01, fresh=20))
+    learner = Learner(llm, [], plan(tmp_path / "l", idle=0.01, min_new_tokens=20))
     with serving(llm, learner=learner) as it:
         time.sleep(0.1)
         assert learner._child is None, "there is nothing to learn from yet"
@@ -175,32 +177,32 @@ def test_a_lesson_stops_at_the_first_request_and_goes_on_later(tmp_path: Path, m
     assert child.poll() is not None, "the server must not leave it behind"
 
 
-def test_a_lesson_that_fails_is_not_repeated_for_the_same_traffic(
+def test_a_training_run_that_fails_is_not_repeated_for_the_same_traffic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(learner_module, "COMMAND", FAILS)
+    monkeypatch.setattr(learner_module, "TRAIN_COMMAND", FAILS)
     llm = fresh_llm()
-    with serving(llm, learner=Learner(llm, [], plan(tmp_path / "l", idle=0.01, fresh=20))) as it:
+    with serving(llm, learner=Learner(llm, [], plan(tmp_path / "l", idle=0.01, min_new_tokens=20))) as it:
         ask(it)
-        assert soon(lambda: "a lesson failed with exit code 1" in caplog.text)
+        assert soon(lambda: "a training run failed with exit code 1" in caplog.text)
         time.sleep(0.3)
-        assert caplog.text.count("a lesson failed") == 1
+        assert caplog.text.count("a training run failed") == 1
         ask(it)
-        assert soon(lambda: caplog.text.count("a lesson failed") == 2)
+        assert soon(lambda: caplog.text.count("a training run failed") == 2)
 
 
-def test_no_lesson_begins_without_memory_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_training_run_begins_without_memory_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     llm = fresh_llm()
-    poor = plan(tmp_path / "l", idle=0.01, fresh=20, free_memory=lambda: 0)
+    poor = plan(tmp_path / "l", idle=0.01, min_new_tokens=20, free_memory=lambda: 0)
     with serving(llm, learner=Learner(llm, [], poor)) as it:
         ask(it)
         assert soon(lambda: "not enough memory to load the model again" in caplog.text)
 
 
 def test_status_is_json(tmp_path: Path) -> None:
-    pupil = pupil_of(open_folder(tmp_path / "l"), None)
-    pupil.write_status({"switched": True})
-    assert json.loads((pupil.folder / "status.json").read_text()) == pupil.status() == {"switched": True}
+    key_folder = open_key_folder(open_folder(tmp_path / "l"), None)
+    key_folder.write_status({"switched": True})
+    assert json.loads((key_folder.path / "status.json").read_text()) == key_folder.status() == {"switched": True}
 
 
 @pytest.mark.slow
@@ -209,16 +211,16 @@ def test_an_idle_server_trains_on_its_traffic(tmp_path: Path) -> None:
     llm = LLM(source, {"suffix": Suffix()})
     how = plan(tmp_path / "l", idle=1.0, fresh=1000, load={"dtype": "float32"})
     learner = Learner(llm, [], how)
-    pupil = pupils(how.folder)[0]
+    key_folder = key_folders(how.folder)[0]
     with serving(llm, learner=learner) as it:
         for number in range(120):
             ask(it, prompt=f"{number} and {number * 7}", max_tokens=12)
-        until = time.monotonic() + 1200  # a lesson yields to all other work of the machine
-        while time.monotonic() < until and not pupil.status():
+        until = time.monotonic() + 1200  # a training run yields to all other work of the machine
+        while time.monotonic() < until and not key_folder.status():
             time.sleep(0.5)
-        status = pupil.status()
+        status = key_folder.status()
         assert status["replies"] <= 120
-        assert status["held"] >= LEAST_HELD
+        assert status["held"] >= MIN_HELD_OUT
         assert status["gain"].keys() == {"value", "low", "high"}
         assert status["switched"] is (status["gain"]["low"] > 1.0)
         assert soon(lambda: learner._child is None)

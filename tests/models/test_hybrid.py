@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.registry import text_config
-from paceline.checkpoints.tensor_names import translated
+from paceline.checkpoints.tensor_names import decoder_tensors
 from paceline.kernels.cpu.build import library
 from paceline.models.decoder import Decoder
 from paceline.types import Draft, Want
@@ -85,7 +85,7 @@ def test_a_vision_model_runs_as_a_language_model(tmp_path: Path) -> None:
     save_file({name: x.clone() for name, x in tensors.items()}, tmp_path / "model.safetensors")
     config = text_config(json.loads((tmp_path / "config.json").read_text()))
     weights = open_weights(tmp_path, "model.safetensors", "", False)
-    again = Decoder(read_config(config), translated(config, weights), torch.float64, CPU)
+    again = Decoder(read_config(config), decoder_tensors(config, weights), torch.float64, CPU)
     tokens = text(9)
     caches = [model.new_cache() for model in (ours, again)]
     one, other = (feed(m, c, c.acquire(), tokens) for m, c in zip((ours, again), caches, strict=True))

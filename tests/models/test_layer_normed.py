@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.checkpoints.model_config import read_config
-from paceline.checkpoints.tensor_names import translated
+from paceline.checkpoints.tensor_names import decoder_tensors
 from paceline.drafters.base import Drafter
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.model import DraftModel
@@ -178,7 +178,7 @@ def test_older_files_of_gpt_neox_are_read() -> None:
         layer = f"gpt_neox.layers.{i}.attention."
         tensors |= {layer + "bias": torch.ones(1, 1, 8, 8).bool(), layer + "masked_bias": torch.tensor(-1e9)}
         tensors[layer + "rotary_emb.inv_freq"] = torch.ones(6)
-    again = Decoder(ours.config, translated({"model_type": "gpt_neox"}, tensors), torch.float64, ours.device)
+    again = Decoder(ours.config, decoder_tensors({"model_type": "gpt_neox"}, tensors), torch.float64, ours.device)
     caches, tokens = (again.new_cache(), ours.new_cache()), text(20)
     first, second = (feed(one, c, c.acquire(), tokens) for one, c in zip((again, ours), caches, strict=True))
     assert torch.equal(first, second)

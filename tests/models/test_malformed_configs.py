@@ -12,7 +12,7 @@ import pytest
 
 from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.registry import FAMILIES, ties_head
-from paceline.checkpoints.tensor_names import translated
+from paceline.checkpoints.tensor_names import decoder_tensors
 from paceline.errors import CorruptModel, PacelineError
 from paceline.files.schema import DECODER
 
@@ -63,7 +63,7 @@ def configs(family: str) -> Iterator[dict[str, Any]]:
 
 def read(config: dict[str, Any]) -> None:
     """Read a config in each way that checkpoints use. Raise errors other than `PacelineError`."""
-    for reader in (read_config, ties_head, lambda raw: translated(raw, {})):
+    for reader in (read_config, ties_head, lambda raw: decoder_tensors(raw, {})):
         with suppress(PacelineError):
             reader(config)
 
@@ -91,7 +91,7 @@ def test_every_malformed_field_is_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize("name", ["mlp_multipliers", "ssm_multipliers"])
 def test_falcon_h1_s_multipliers_are_checked_where_tensors_are_scaled(name: str, value: object) -> None:
     with pytest.raises(CorruptModel, match=name):
-        translated({**base("falcon_h1"), name: value}, {})
+        decoder_tensors({**base("falcon_h1"), name: value}, {})
 
 
 @pytest.mark.parametrize("value", ["x", 1, [1], True])

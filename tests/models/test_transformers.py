@@ -485,7 +485,7 @@ def test_a_part_of_a_head_has_its_bias() -> None:
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2, every other layer a window", "Bloom", "GPT-J"])
 def test_texts_that_begin_alike_begin_with_what_was_saved(name: str) -> None:
     target = adapter(name)
-    engine = CachedEngine(target, Suffix(), None, PrefixCache(1 << 30, seamless=True))
+    engine = CachedEngine(target, Suffix(), None, PrefixCache(1 << 30, chunk_invariant=True))
     sampling, text = Sampling(max_new_tokens=12, temperature=0.9, seed=4, ignore_eos=True), list(PROMPT)
     for new in ([3, 4], [5], [6, 7, 8]):
         text += new

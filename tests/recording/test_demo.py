@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.replay.prices import Reread
+from paceline.bench.replay.prices import ReplyLogits
 from paceline.bench.replay.run import Replayer
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.factory import open_drafter
@@ -66,7 +66,7 @@ def test_counts_are_equal(case: tuple[str, str, int], demo: Loaded, replies: lis
 @pytest.mark.slow
 def test_the_model_writes_what_was_recorded(demo: Loaded, replies: list[RecordedReply], tmp_path: Path) -> None:
     for reply in replies:
-        assert Reread.of(demo, reply).agreement(demo) == 1.0
+        assert ReplyLogits.of(demo, reply).reproduced_share(demo) == 1.0
     hot = replies[2]
     other = replace(hot, sampling=replace(hot.sampling, seed=77))
-    assert Reread.of(demo, other).agreement(demo) < 0.9, "another seed is another text"
+    assert ReplyLogits.of(demo, other).reproduced_share(demo) < 0.9, "another seed is another text"

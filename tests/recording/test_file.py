@@ -249,10 +249,10 @@ def test_hostile_headers_are_refused(change: dict[str, Any], message: str, tmp_p
 def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(f"{json.dumps(HEADER)}\n{json.dumps(REPLY)}{' ' * 5000}\n")
-    monkeypatch.setattr(jsonl, "LONGEST", 1000)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
     with pytest.raises(InvalidData, match="line 2: the line is longer than"):
         Recording(path)
-    monkeypatch.setattr(recording_file, "_LARGEST", 100)
+    monkeypatch.setattr(recording_file, "_MAX_FILE_BYTES", 100)
     with pytest.raises(InvalidData, match="is larger than"):
         Recording(path)
     path.write_text("")

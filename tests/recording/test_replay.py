@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.replay.run import Replayed, Replayer, Slowdown
+from paceline.bench.replay.run import Replayer, ReplayResult, Slowdown
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.cross import SharedTokenDrafter, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -51,7 +51,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix that remembers": lambda: Suffix(remember=True),
     "the model itself": lambda: DraftModel(TOY, 37),
     "another model": lambda: DraftModel(OTHER, 37),
-    "another model with its own tokenizer": lambda: SharedTokens(FOREIGN),
+    "another model with its own tokenizer": lambda: SharedTokenDrafter(FOREIGN),
     "another model's text": lambda: TextDrafter(FOREIGN),
     "eagle-3": lambda: Eagle(EAGLE, eagle_tensors(EAGLE), TOY),
     "eagle-1": lambda: Eagle(EAGLE_1, eagle_tensors(EAGLE_1), TOY),
@@ -261,7 +261,7 @@ class Ticking(DrafterWrapper):
 
 def ticking(
     replies: Sequence[RecordedReply], size: DraftBudget | None, draft: float = 1.0, verify: float = 1.0
-) -> Replayed:
+) -> ReplayResult:
     drafter = Ticking(DraftModel(TOY, 37))
     return Replayer(MODEL, Prices(), timer=lambda: drafter.now).run(replies, drafter, size, Slowdown(draft, verify))
 
@@ -277,9 +277,9 @@ def test_a_reply_takes_what_its_parts_cost() -> None:
     assert stats.seconds["prefill"] == pytest.approx(0.9)
     assert stats.seconds["draft"] == pytest.approx(4 * 2 * 4)
     assert stats.seconds["verify"] == pytest.approx(4 * (10 + 5) + 20 * 0.5)
-    assert fed.seconds == pytest.approx(sum(stats.seconds.values())) == pytest.approx(sum(fed.shares))
+    assert fed.seconds == pytest.approx(sum(stats.seconds.values())) == pytest.approx(sum(fed.reply_seconds))
     assert fed.rows == 4 * 5
-    assert fed.drafting == [8.0] * 4
+    assert fed.draft_seconds == [8.0] * 4
     slow = ticking(replies, DraftBudget.chain(4), 1.5, 1.1).stats[0].seconds
     assert slow["draft"] == pytest.approx(1.5 * 4 * 8)
     assert slow["verify"] == pytest.approx(1.1 * 4 * (10 + 5) + 20 * 0.5)

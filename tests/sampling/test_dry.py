@@ -141,7 +141,7 @@ def test_breakers_look_only_at_tokens_of_the_text() -> None:
         token_id, spell = staticmethod(lambda text: None), staticmethod(words.spell)
 
     breakers = Breakers.of(["e" * 40, "\n"], Tokenizer())  # type: ignore[arg-type]
-    assert breakers.last([5, 6, 5, 6]) is None
+    assert breakers.find_last([5, 6, 5, 6]) is None
     assert sorted(spelled) == [5, 6]
 
 
@@ -155,21 +155,21 @@ def test_a_narrower_row_is_penalised_only_for_its_own_tokens() -> None:
 def test_a_breaker_is_found_however_the_tokenizer_splits_it(words) -> None:  # type: ignore[no-untyped-def]
     breakers = Breakers.of(("the", "\n"), words)
     for token, spelling in words.token_bytes.items():
-        assert breakers.alone(token) == (b"the" in spelling or b"\n" in spelling)
+        assert breakers.is_breaker(token) == (b"the" in spelling or b"\n" in spelling)
     after = words.spell("xyz")
     for size in (1, 2):
         begun = [i for i, spelling in words.token_bytes.items() if spelling.endswith(b"the"[:size])]
-        for head in (token for token in begun if not breakers.alone(token)):
+        for head in (token for token in begun if not breakers.is_breaker(token)):
             tail = words.spell("the"[size:])
-            assert breakers.last([1, head, *tail, *after]) == (1, 2 + len(tail))
-            assert breakers.last([1, head, *after]) is None
+            assert breakers.find_last([1, head, *tail, *after]) == (1, 2 + len(tail))
+            assert breakers.find_last([1, head, *after]) is None
 
 
 def test_a_special_token_can_be_a_breaker() -> None:
     words = sentencepiece()
     end = words.token_id("</s>")
     assert end is not None
-    assert Breakers.of(("</s>",), words).alone(end)
+    assert Breakers.of(("</s>",), words).is_breaker(end)
 
 
 def test_dry_needs_a_tokenizer_only_for_its_breakers() -> None:

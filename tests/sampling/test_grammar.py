@@ -199,14 +199,14 @@ def test_special_tokens_are_no_text_and_lark_may_name_them() -> None:
 
 def test_rows_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, calls = matcher(Grammar.regex("[a-z]+")), 0
-    compute = Matcher._allowed
+    compute = Matcher._compute_allowed
 
     def counted(self: Matcher, prefix: Prefix) -> Any:
         nonlocal calls
         calls += 1
         return compute(self, prefix)
 
-    monkeypatch.setattr(Matcher, "_allowed", counted)
+    monkeypatch.setattr(Matcher, "_compute_allowed", counted)
     sampler = Sampler(processors=(rows,))
     prefix = Prefix([5, 6], (), 2)
     path = WORDS.spell("ab")
@@ -321,7 +321,7 @@ def test_a_grammar_too_complex_to_follow_is_an_error_and_no_end() -> None:
 
     limits = llguidance.LLParserLimits(max_items_in_row=3, step_max_items=4)
     compiled = llguidance.LLMatcher(
-        module._words(WORDS, SIZE, frozenset({END})),
+        module._llguidance_tokenizer(WORDS, SIZE, frozenset({END})),
         Grammar.lark(NESTED)._source(),
         log_level=0,
         limits=limits,
@@ -365,7 +365,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grammar == GRAMMARS["schema"][0]
     assert hash(Sampling(grammar=grammar)) == hash(Sampling(grammar=GRAMMARS["schema"][0]))
     matcher(grammar)
-    monkeypatch.setattr(module.grammar_compile, "matcher", None)
+    monkeypatch.setattr(module.grammar_compile, "compile_matcher", None)
     matcher(Grammar.json_schema(json.dumps(PERSON)))
 
 
@@ -385,7 +385,7 @@ def test_evicted_grammars_are_not_compiled_again_while_they_are_in_use(monkeypat
     grammar = Grammar.regex("held[0-9]{3}")
     rows = grammar.matcher(WORDS, SIZE, [END])
     before = module.live_bytes()
-    monkeypatch.setattr(module.grammar_compile, "matcher", None)
+    monkeypatch.setattr(module.grammar_compile, "compile_matcher", None)
     again = grammar.matcher(WORDS, SIZE, [END])
     assert module.live_bytes() == before
     assert allowed(again, []) == allowed(rows, [])
@@ -396,12 +396,12 @@ def test_additional_end_tokens_share_the_compiled_grammar(monkeypatch: pytest.Mo
     grammar = Grammar.regex("ab?")
     a, b, start = WORDS.vocabulary["a"], WORDS.vocabulary["b"], WORDS.vocabulary["<s>"]
     matcher(grammar)
-    monkeypatch.setattr(module.grammar_compile, "matcher", None)
-    rows = grammar.matcher(WORDS, SIZE, [END], further=[start])
+    monkeypatch.setattr(module.grammar_compile, "compile_matcher", None)
+    rows = grammar.matcher(WORDS, SIZE, [END], extra_ends=[start])
     assert not {END, start} & allowed(rows, [])
     assert {b, END, start} <= allowed(rows, [a])
     assert allowed(rows, [a, b]) == {END, start}
-    late = grammar.matcher(WORDS, SIZE, [END], least=2, late=[END, start], further=[start])
+    late = grammar.matcher(WORDS, SIZE, [END], min_tokens=2, delayed_ends=[END, start], extra_ends=[start])
     assert allowed(late, [a]) == {b}
 
 
@@ -413,7 +413,10 @@ def test_additional_end_tokens_share_the_compiled_grammar(monkeypatch: pytest.Mo
     ],
 )
 def test_a_grammar_that_becomes_slower_and_slower_is_abandoned(text: str) -> None:
-    """Its masks would soon take half a second each, between all requests' rounds; see `grammar_compile._ITEMS`."""
+    """Its masks would soon take half a second each, between all requests' rounds.
+
+    See `grammar_compile._MAX_PARSER_ITEMS`.
+    """
     rows, told, read = matcher(Grammar.lark(text)), random.Random(0), list[int]()
 
     def walk() -> None:

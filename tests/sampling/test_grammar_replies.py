@@ -207,10 +207,10 @@ def test_a_matcher_that_is_not_rolled_back_fails(plain: LLM, monkeypatch: pytest
 
     def forget(self: Matcher, count: int) -> bool:
         if count:
-            del self._read[-count:], self._runs[-count:]
+            del self._read[-count:], self._forced_runs[-count:]
         return True
 
-    monkeypatch.setattr(Matcher, "_back", forget)
+    monkeypatch.setattr(Matcher, "_roll_back", forget)
     drafter = make_drafter("model:other", plain.model, lambda reference: speaker(WORDS, seed=8))
     llm = LLM(plain.model, drafter, DraftBudget(8, 3, 2))
     with contextlib.suppress(NoTokenLeft, InvalidOption):

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import InvalidOption
 from paceline.sampling import json_schema, schema_document
 from paceline.sampling.grammar import Grammar
-from paceline.sampling.json_schema import enforceable, guide
+from paceline.sampling.json_schema import enforceable_schema, with_leniency
 from tests.support.counted_lines import counted
 from tests.support.grammars import END, SIZE, WORDS
 
@@ -204,8 +204,8 @@ def test_branches_that_can_be_told_apart_are_a_choice(branches: Any, good: Any, 
     ],
 )
 def test_branches_that_overlap_are_a_choice_only_as_a_guide(branches: Any) -> None:
-    assert "oneOf" in enforceable({"oneOf": branches}, {})
-    made = enforceable(guide({"oneOf": branches}), {})
+    assert "oneOf" in enforceable_schema({"oneOf": branches}, {})
+    made = enforceable_schema(with_leniency({"oneOf": branches}), {})
     assert len(made["anyOf"]) == len(branches)
 
 
@@ -226,33 +226,33 @@ UNENFORCED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", UNENFORCED)
 def test_a_guide_is_followed_as_far_as_possible(schema: Any, caplog: pytest.LogCaptureFixture) -> None:
-    json_schema._note.cache_clear()
+    json_schema._log_ignored.cache_clear()
     for whole in (schema, {"items": schema}, {"$defs": {"a": schema}, "$ref": "#/$defs/a"}, thing(a=schema)):
         with pytest.raises(InvalidOption, match=r'cannot be enforced; .*"lenient": true'):
             Grammar.json_schema(whole)
         with caplog.at_level(logging.WARNING, "paceline"):
-            Grammar.json_schema(guide(whole))
+            Grammar.json_schema(with_leniency(whole))
     assert len(caplog.records) == 1
 
 
 def test_a_schema_decides_itself_whether_it_is_a_guide() -> None:
     schema = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True, "item_separator": ","}}
-    assert accepts(Grammar.json_schema(guide(schema, lenient=False)), '["a","a"]')
+    assert accepts(Grammar.json_schema(with_leniency(schema, lenient=False)), '["a","a"]')
     with pytest.raises(InvalidOption):
-        Grammar.json_schema(guide({**schema, "x-guidance": {"lenient": False}}))
+        Grammar.json_schema(with_leniency({**schema, "x-guidance": {"lenient": False}}))
 
 
 def test_items_that_should_differ_end_in_a_guide_too() -> None:
     """A guide allows repeated items, but not endless lists."""
     many, free = [*"abcdefgh"], {"type": "array", "items": STRING, "uniqueItems": True}
     known = {**free, "items": {"enum": many}}
-    assert allows(guide(known), ["a"] * 8, ["a"] * 9, many) == [True, False, True]
-    assert allows(guide({**known, "maxItems": 7}), ["a"] * 7, ["a"] * 8) == [True, False]
-    assert allows(guide({**known, "maxItems": 20}), ["a"] * 8, ["a"] * 9) == [True, False]
-    assert allows(guide(free), ["a"] * 100, ["a"] * 101) == [True, False]
-    assert allows(guide({**free, "maxItems": 102}), ["a"] * 102, ["a"] * 103) == [True, False]
-    assert allows(guide({**free, "minItems": 102}), ["a"] * 102, ["a"] * 103) == [True, False]
-    assert allows(guide({"type": "array", "items": STRING}), ["a"] * 101) == [True]
+    assert allows(with_leniency(known), ["a"] * 8, ["a"] * 9, many) == [True, False, True]
+    assert allows(with_leniency({**known, "maxItems": 7}), ["a"] * 7, ["a"] * 8) == [True, False]
+    assert allows(with_leniency({**known, "maxItems": 20}), ["a"] * 8, ["a"] * 9) == [True, False]
+    assert allows(with_leniency(free), ["a"] * 100, ["a"] * 101) == [True, False]
+    assert allows(with_leniency({**free, "maxItems": 102}), ["a"] * 102, ["a"] * 103) == [True, False]
+    assert allows(with_leniency({**free, "minItems": 102}), ["a"] * 102, ["a"] * 103) == [True, False]
+    assert allows(with_leniency({"type": "array", "items": STRING}), ["a"] * 101) == [True]
 
 
 def test_patterns_with_look_ahead() -> None:
@@ -263,7 +263,7 @@ def test_patterns_with_look_ahead() -> None:
     keys = {"type": "object", "patternProperties": {"^(?=a)..$": INTEGER}, "additionalProperties": False}
     with pytest.raises(InvalidOption, match="patternProperties"):
         Grammar.json_schema(keys)
-    assert allows(guide(keys), {"b": 1}, {"b": "x"}) == [True, False]
+    assert allows(with_leniency(keys), {"b": 1}, {"b": "x"}) == [True, False]
 
 
 def test_references_are_read_as_pointers() -> None:
@@ -274,7 +274,7 @@ def test_references_are_read_as_pointers() -> None:
         with pytest.raises(InvalidOption):
             Grammar.json_schema({"allOf": [{"$ref": broken}, thing(a=INTEGER)], "definitions": {"a": []}})
     loop = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, thing(x=INTEGER)]}}, "$ref": "#/$defs/a"}
-    assert enforceable(loop, {})["$defs"]
+    assert enforceable_schema(loop, {})["$defs"]
 
 
 def _nested(depth: int, key: str) -> Any:
@@ -303,7 +303,7 @@ def _nested(depth: int, key: str) -> Any:
 )
 def test_unusual_and_large_schemas_take_few_steps(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that the limit does not include would run millions of lines."""
-    monkeypatch.setattr(schema_document, "_MOST", 10_000)
+    monkeypatch.setattr(schema_document, "_MAX_STEPS", 10_000)
     with counted() as lines, suppress(ValueError):  # too large, or too deep
-        enforceable(guide(schema), {})
+        enforceable_schema(with_leniency(schema), {})
     assert lines() < 600_000

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from paceline.sampling.look_ahead import _EQUAL, has_look_around, without_look_ahead
+from paceline.sampling.look_ahead import _EQUIVALENTS, has_look_around, without_look_ahead
 
 PATTERNS = {
     "pydantic's Decimal": (r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "-+.012"),
@@ -28,7 +28,7 @@ PATTERNS = {
     "not twice": (r"^(?!.*--)[a-]+$", "a-"),
     "not doubled": (r"^(?![\s\S]*\.\.)(?!\.)[ab.]+$", "ab."),
     "escaped": (r"^(?!\$)(?=.*\\)[a$\\]+$", "a$\\"),
-    "a duration": (next(iter(_EQUAL)), "PT1WDYHMS."),
+    "a duration": (next(iter(_EQUIVALENTS)), "PT1WDYHMS."),
     "look-behind": (r"^a(?<!b)c$", None),
     "in the middle": (r"^a(?=b)b$", None),
     "in a branch": (r"^(?=a)b|c$", None),

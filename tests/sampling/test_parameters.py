@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption, NonFiniteLogits
-from paceline.sampling.noise import HIGHEST, Noise
+from paceline.sampling.noise import MAX_NOISE, Noise
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import Prefix, Sampler, Subset
 
@@ -171,7 +171,7 @@ def test_a_low_column_can_win_by_its_noise() -> None:
         scores = torch.full((n,), -100.0)
         scores[other], scores[top] = 0.0, -below
         assert int(noise.best(0, scores.numpy())[0][0]) == winner
-    assert float(lift.max()) <= HIGHEST
+    assert float(lift.max()) <= MAX_NOISE
     assert gap > 8, "far enough to mean something"
 
 
@@ -273,7 +273,7 @@ def test_only_banned_tokens_are_dropped(
         found = [sampler.choose(prefix.after([i]), row) for i, row in enumerate(rows)]
         ranked = sampler.rank(prefix, rows, [[i] for i in range(20)], 4)
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.sampling.sampler._SPARSE", 10**9)
+            patch.setattr("paceline.sampling.sampler._SPARSE_FACTOR", 10**9)
             assert [sampler.choose(prefix.after([i]), row) for i, row in enumerate(rows)] == found
             dense = sampler.rank(prefix, rows, [[i] for i in range(20)], 4)
         for ours, theirs in zip(ranked, dense, strict=True):

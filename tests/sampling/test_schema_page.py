@@ -11,8 +11,8 @@ import pytest
 
 from paceline.errors import InvalidOption
 from paceline.sampling.grammar import Grammar
-from paceline.sampling.json_schema import guide
-from paceline.sampling.lark import json_of
+from paceline.sampling.json_schema import with_leniency
+from paceline.sampling.lark import json_expression
 from tests.support.cover import some
 from tests.support.grammars import END, SIZE, WORDS
 
@@ -53,12 +53,14 @@ def test_each_schema_is_accepted_as_a_guide(tool: str) -> None:
     for name, schema in SCHEMAS.items():
         if not name.startswith(f"{tool}:"):
             continue
-        text = walk(Grammar.json_schema(guide(schema) if isinstance(schema, dict) else schema), random.Random(name))
+        text = walk(
+            Grammar.json_schema(with_leniency(schema) if isinstance(schema, dict) else schema), random.Random(name)
+        )
         if text is not None and not any(part in name + json.dumps(schema) for part in UNCHECKED):
             value = json.loads(text, parse_float=lambda number: max(-1e308, min(float(number), 1e308)))
             assert validators.validator_for(schema, validate_formats=False).is_valid(value), (name, text)
         if isinstance(schema, dict):
-            assert json_of(schema).startswith("%json {")
+            assert json_expression(schema).startswith("%json {")
 
 
 def refusal(schema: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
-from paceline.engine.draft_policy import OFF
+from paceline.engine.draft_policy import SPECULATION_OFF
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
@@ -36,7 +36,7 @@ def adapted() -> Iterator[Serving]:
     llm = LLM(
         loaded(target), drafters, adapters={"queries and values": None, "all": "ngram", "half of the gates": "none"}
     )
-    llm.engine.prefixes = PrefixCache(1 << 28, seamless=True)  # float64 rounds too little to matter
+    llm.engine.prefixes = PrefixCache(1 << 28, chunk_invariant=True)  # float64 rounds too little to matter
     with serving(llm) as it:
         yield it
 
@@ -64,9 +64,9 @@ def test_each_has_its_drafter(adapted: Serving) -> None:
 
 
 def test_a_server_without_a_drafter_leaves_adapters_theirs(adapted: Serving) -> None:
-    worker = Worker(adapted.llm, default=OFF)
+    worker = Worker(adapted.llm, default=SPECULATION_OFF)
     assert [worker.default_for(name).drafter for name in (None, *SETS)] == [None, None, "ngram", None]
-    assert worker.default_for("queries and values") is OFF
+    assert worker.default_for("queries and values") is SPECULATION_OFF
 
 
 def test_the_list_names_them_and_their_model(adapted: Serving) -> None:

@@ -138,7 +138,7 @@ def test_echoed_logprobs_of_several_prompts_replies_and_streams(served: Serving,
 def test_a_prompt_that_is_known_is_scored_all_the_same(plain: LLM) -> None:
     body = {"prompt": PROMPT, "max_tokens": 0, "logprobs": 0}
     with serving(LLM(plain.model, Suffix())) as it:
-        it.llm.engine.prefixes = PrefixCache(1 << 20, seamless=True)
+        it.llm.engine.prefixes = PrefixCache(1 << 20, chunk_invariant=True)
         for echo, cached in ((False, 0), (False, len(PROMPT) - 2), (True, 0)):
             made = it.post("/v1/completions", {**body, "echo": echo}).json()
             assert made["usage"]["prompt_tokens_details"]["cached_tokens"] == cached

@@ -37,7 +37,7 @@ def closed(connection: socket.socket, sent: bytes = b"", seconds: float = 20) ->
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "_HEADER_TIMEOUT", 0.4)
+    monkeypatch.setattr(listen, "_HEADER_SECONDS", 0.4)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -76,7 +76,7 @@ def test_a_reply_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_after(monkeypatch: pytest.MonkeyPatch, seconds: float, buffer: int | None) -> tuple[int, int]:
     """Return the length of a long answer, and the bytes that a client gets that waits first and then reads slowly."""
-    monkeypatch.setattr(listen, "_STALL", 0.4)
+    monkeypatch.setattr(listen, "_STALL_SECONDS", 0.4)
     body = json.dumps({"prompt": "a" * 100_000, "with_pieces": True}).encode()
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with serving(toy_llm()) as it, connect(it, receive=buffer) as client:

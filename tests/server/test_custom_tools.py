@@ -10,7 +10,7 @@ import pytest
 
 from paceline.sampling.lark_pattern import pattern_of
 from paceline.server.apis.openai_chat import CustomTool
-from paceline.server.apis.responses_request import packed, unpacked
+from paceline.server.apis.responses_request import pack_summary, unpack_summary
 from tests.support.running import Serving, serving
 from tests.support.scripted import scripted
 from tests.support.toys import toy_llm
@@ -227,7 +227,7 @@ def test_a_conversation_is_compacted_and_goes_on() -> None:
         user, summary = made["output"]
         assert user["content"] == [{"type": "input_text", "text": "go"}]
         assert summary["type"] == "compaction"
-        assert unpacked(summary["encrypted_content"]) == "Summary of the conversation so far:\n\nAll is well."
+        assert unpack_summary(summary["encrypted_content"]) == "Summary of the conversation so far:\n\nAll is well."
         goes_on = it.post("/v1/responses", {"input": [*made["output"], *GO]})
         assert goes_on.status_code == 200
         official = it.openai.responses.compact(model="toy", input=items)  # type: ignore[arg-type]
@@ -252,10 +252,10 @@ def test_a_conversation_that_is_too_long_is_compacted_too(served: Serving) -> No
 
 def test_compactions_of_other_servers_leave_a_note(served: Serving) -> None:
     for content in ("gAAAA", "paceline:%%", None, 5):
-        assert unpacked(content) is None
+        assert unpack_summary(content) is None
     items = [{"type": "compaction", "encrypted_content": "gAAAA"}, *GO]
     assert served.post("/v1/responses", {"input": items, "max_output_tokens": 1}).status_code == 200
-    assert unpacked(packed("äö")) == "Summary of the conversation so far:\n\näö"
+    assert unpack_summary(pack_summary("äö")) == "Summary of the conversation so far:\n\näö"
 
 
 def test_models_are_listed_for_other_clients_and_codex_keeps_its_own(served: Serving) -> None:

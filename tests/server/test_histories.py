@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.chat.tools import KIMI, LFM, PHI, fitted
+from paceline.chat.tools import KIMI, LFM, PHI, adapt_to_template
 from paceline.checkpoints.loader import open_model
 from paceline.llm import LLM
 from tests.support.cover import some
@@ -129,23 +129,23 @@ def test_an_old_image_is_a_note_in_ollamas_api_too(served: Serving) -> None:
 def test_calls_that_a_template_does_not_show_become_text() -> None:
     call = {"id": "x", "function": {"name": "look", "arguments": {"city": "Rome"}}}
     chat = [USER, {"role": "assistant", "content": "I look.", "tool_calls": [call]}, {"role": "tool", "content": "sun"}]
-    told, tools = fitted("{{ tools }}{{ messages }}", LFM, chat, TOOLS)
+    told, tools = adapt_to_template("{{ tools }}{{ messages }}", LFM, chat, TOOLS)
     assert tools == TOOLS
     assert told[1]["content"] == (
         'I look.\n<|tool_call_start|>[{"name": "look", "arguments": {"city": "Rome"}}]<|tool_call_end|>'
     )
-    assert fitted("{{ tools }}{{ m.tool_calls }}", LFM, chat, TOOLS) == (chat, TOOLS)
-    counted, _ = fitted("{{ tools }}{{ m.tool_calls }}", KIMI, chat, TOOLS)
+    assert adapt_to_template("{{ tools }}{{ m.tool_calls }}", LFM, chat, TOOLS) == (chat, TOOLS)
+    counted, _ = adapt_to_template("{{ tools }}{{ m.tool_calls }}", KIMI, chat, TOOLS)
     assert counted[1]["tool_calls"][0]["id"] == "functions.look:0"
 
 
 def test_tools_go_into_the_system_message_where_the_template_looks_for_them() -> None:
     template = "{% if 'tools' in message and message['tools'] is not none %}<|tool|>{{ message['tools'] }}<|/tool|>"
-    told, tools = fitted(template, PHI, [USER], TOOLS)
+    told, tools = adapt_to_template(template, PHI, [USER], TOOLS)
     assert not tools
     assert json.loads(told[0]["tools"]) == [TOOLS[0]["function"]]
     assert (told[0]["role"], told[1]) == ("system", USER)
-    told, _ = fitted(template, PHI, [{"role": "system", "content": "Be."}, USER], TOOLS)
+    told, _ = adapt_to_template(template, PHI, [{"role": "system", "content": "Be."}, USER], TOOLS)
     assert (len(told), told[0]["content"]) == (2, "Be.")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import InvalidPrompt
 from paceline.server import image_urls, images
-from paceline.server.image_urls import fetched
+from paceline.server.image_urls import fetch
 from tests.support.pictures import encoded, noise
 from tests.support.running import serving
 from tests.support.toy_vision import ROWS, seeing_llm
@@ -68,7 +68,7 @@ def address() -> Iterator[str]:
 
 def test_an_image_is_fetched_from_a_named_host(address: str) -> None:
     for path in ("/a.png", "/once"):
-        assert fetched(address + path, ["127.0.0.1"], len(PNG)) == PNG
+        assert fetch(address + path, ["127.0.0.1"], len(PNG)) == PNG
     part = {"type": "image_url", "image_url": {"url": f"{address}/a.png"}}
     body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
     with serving(seeing_llm(), image_hosts=["127.0.0.1"]) as it:
@@ -102,15 +102,15 @@ def test_an_image_is_fetched_from_a_named_host(address: str) -> None:
 def test_other_urls_are_refused(address: str, url: str, hosts: list[str], cause: str) -> None:
     whole = url if url.startswith("http") else address + url
     with pytest.raises(InvalidPrompt, match=cause) as error:
-        fetched(whole, hosts, 100)
+        fetch(whole, hosts, 100)
     assert error.value.fix
 
 
 @pytest.mark.parametrize("path", ["/slow", "/drip", "/drip100"])
 def test_a_slow_host_is_given_up(address: str, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setattr(image_urls, "SECONDS", 0.3)
+    monkeypatch.setattr(image_urls, "TOTAL_SECONDS", 0.3)
     with pytest.raises(InvalidPrompt, match=r"within 0\.3 seconds"):
-        fetched(address + path, ["127.0.0.1"], 1000, 0.3)
+        fetch(address + path, ["127.0.0.1"], 1000, 0.3)
 
 
 def test_all_images_of_a_request_share_one_time_limit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,9 @@ def test_all_images_of_a_request_share_one_time_limit(address: str, monkeypatch:
     def slow(url: str, hosts: Sequence[str], limit: int, seconds: float) -> bytes:
         given.append(seconds)
         clock[0] += 4
-        return fetched(url, hosts, limit, seconds)
+        return fetch(url, hosts, limit, seconds)
 
-    monkeypatch.setattr(image_urls, "fetched", slow)
+    monkeypatch.setattr(image_urls, "fetch", slow)
     monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     parts = [{"type": "image_url", "image_url": {"url": f"{address}/a.png?{i}"}} for i in range(6)]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2}
@@ -134,7 +134,7 @@ def test_all_images_of_a_request_share_one_time_limit(address: str, monkeypatch:
 
 
 def test_a_path_may_have_any_characters(address: str) -> None:
-    assert fetched(f"{address}/\u00e4.png?\u540d=%20", ["127.0.0.1"], len(PNG)) == PNG
+    assert fetch(f"{address}/\u00e4.png?\u540d=%20", ["127.0.0.1"], len(PNG)) == PNG
 
 
 def test_only_public_addresses_are_used_for_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,8 @@ def test_only_public_addresses_are_used_for_patterns(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "create_connection", connect)
     for hosts in (["*.example.com"], ["img.example.com"]):
         with pytest.raises(InvalidPrompt, match="no network"):
-            fetched("http://IMG.example.com/a.png", hosts, 10)
+            fetch("http://IMG.example.com/a.png", hosts, 10)
     assert asked == ["93.184.216.34", "10.0.0.1"], "a host that is named literally may be private"
     with pytest.raises(InvalidPrompt, match="no network"):
-        fetched("http://*.example.com/a.png", ["*.example.com"], 10)
+        fetch("http://*.example.com/a.png", ["*.example.com"], 10)
     assert asked[2:] == ["93.184.216.34"], "a pattern names no host"

@@ -20,8 +20,8 @@ from paceline.sampling.parameters import Sampling
 from paceline.server import images
 from paceline.server.apis.responses_request import image_chars
 from paceline.server.errors import ApiError
-from paceline.server.image_urls import fetched
-from paceline.server.images import seen
+from paceline.server.image_urls import fetch
+from paceline.server.images import read_images
 from paceline.server.limits import Settings
 from paceline.server.request import ChatMessage, ChatPrompt, SentImage
 from paceline.server.worker import Busy, WorkerLimits
@@ -206,7 +206,7 @@ def test_a_continued_response_still_sees_its_image(it: Serving, llm: LLM) -> Non
 
 def test_an_image_that_was_sent_before_comes_from_the_prefix_cache() -> None:
     llm = seeing_llm()
-    llm.engine.__dict__["seamless"] = True  # rounding does not matter in float64
+    llm.engine.__dict__["chunk_invariant"] = True  # rounding does not matter in float64
     large = encoded(Image.effect_noise((700, 600), 50))
 
     def cached(it: Serving, part: dict[str, Any], tail: str) -> int:
@@ -329,7 +329,7 @@ def test_the_memory_of_encoded_images_is_bounded(monkeypatch: pytest.MonkeyPatch
     prompts = [llm.encode(chat) for chat in chats]
     size = prompts[0].images[0].image.nbytes  # type: ignore[attr-defined]
     assert vision.held_bytes == size, "the latest image does not count"
-    monkeypatch.setattr(images, "_MAX_HELD", size - 1)
+    monkeypatch.setattr(images, "_MAX_HELD_BYTES", size - 1)
     with serving(llm) as it:
         answer = it.post("/v1/chat/completions", {"messages": [user(url(encoded(noise(seed=7))))]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "images_full")
@@ -350,7 +350,7 @@ def test_images_are_not_read_for_a_client_that_has_left(it: Serving, llm: LLM) -
     context = copy_context()
     context.run(ABANDONED.set, gone)
     with pytest.raises(Busy):
-        context.run(seen, llm, Settings(), ChatPrompt(messages=[ChatMessage(role="user", content=[part])]))
+        context.run(read_images, llm, Settings(), ChatPrompt(messages=[ChatMessage(role="user", content=[part])]))
 
 
 def test_the_token_of_images_in_a_text_is_refused(llm: LLM) -> None:
@@ -412,4 +412,4 @@ def test_decoding_an_image_does_not_delay_other_clients(it: Serving, monkeypatch
     assert read_picture(FIRST).pixels.shape == (16, 24, 3)
     assert image_chars([]) == 0
     with pytest.raises((ApiError, ValueError)):
-        fetched("https://example.com", (), 5)
+        fetch("https://example.com", (), 5)

@@ -18,7 +18,7 @@ from paceline.llm import LLM
 from paceline.server.errors import ApiError
 from paceline.server.limits import Settings, check_host, check_key
 from paceline.server.listen import check_address
-from paceline.server.models import in_own_thread
+from paceline.server.models import run_in_thread
 from paceline.server.worker import WorkerLimits
 from tests.support.connections import connect, request
 from tests.support.running import Serving, serving
@@ -103,12 +103,12 @@ def test_only_requests_to_known_hosts_are_answered() -> None:
 
 def test_a_model_is_loaded_in_a_thread_that_ends() -> None:
     """The thread's pool of OpenMP threads ends with it."""
-    thread = in_own_thread(threading.current_thread).result(10)
+    thread = run_in_thread(threading.current_thread).result(10)
     assert thread is not threading.current_thread()
     thread.join(10)
     assert not thread.is_alive()
     with pytest.raises(ValueError, match="no number"):
-        in_own_thread(lambda: int("no number")).result(10)
+        run_in_thread(lambda: int("no number")).result(10)
 
 
 def test_a_key_may_be_any_text() -> None:

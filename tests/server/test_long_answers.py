@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.server import api
-from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
+from paceline.server.apis.stored import ResponseStore, StoredResponse, estimated_bytes
 from paceline.server.preprocessing import Preprocessor
 from tests.support.calling import SCHEMA, user
 from tests.support.running import Serving
@@ -89,7 +89,7 @@ def test_a_response_is_measured_as_it_grows(
     loop = [size for thread, size in encoded if not thread.startswith("paceline") and size > LARGE]
     assert len(loop) == 3, "as it is created, in progress and completed"
     (response,) = kept
-    whole = memory(json.dumps(response.document)) + memory(json.dumps(body))
+    whole = estimated_bytes(json.dumps(response.document)) + estimated_bytes(json.dumps(body))
     assert 0.9 * whole < response.size < 1.2 * whole
     items = len(json.dumps(response.document["output"]))
     assert 0.8 * items < response.length < 1.5 * items

@@ -10,9 +10,9 @@ import pytest
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.apis.messages import MessagesRequest, chat_prompt
-from paceline.server.compat import left_out
+from paceline.server.compat import placeholder_for
 from paceline.server.errors import ApiError
-from paceline.server.images import seen
+from paceline.server.images import read_images
 from paceline.server.limits import Settings
 from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.plain_anthropic import PlainAnthropic
@@ -142,16 +142,16 @@ def test_parts_that_are_not_text_leave_a_note_in_history_and_results() -> None:
         ]
     )
     assert [message["content"] for message in chat] == [
-        f"what?\n{left_out('image')}\n{left_out('document')}",
-        left_out("server_tool_use"),
-        left_out("image"),
+        f"what?\n{placeholder_for('image')}\n{placeholder_for('document')}",
+        placeholder_for("server_tool_use"),
+        placeholder_for("image"),
     ]
     new = {"role": "user", "content": [{"type": "text", "text": "this:"}, IMAGE]}
     body = MessagesRequest.model_validate(
         {"model": "m", "max_tokens": 1, "messages": [user("a"), {"role": "assistant", "content": "b"}, new]}
     )
     with pytest.raises(ApiError, match=r"messages.2.content.1: .*'image'. This model reads text only"):
-        seen(toy_llm(), Settings(), chat_prompt(body))
+        read_images(toy_llm(), Settings(), chat_prompt(body))
 
 
 @pytest.mark.parametrize("system", [BILLED + "\n\nBe brief.", [{"type": "text", "text": BILLED + "\nBe brief."}]])

@@ -11,7 +11,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.drafters.base import Ask
-from paceline.drafters.independent import independent
+from paceline.drafters.independent import draft_independently
 from paceline.drafters.suffix import Suffix
 from paceline.errors import InvalidOption
 from paceline.llm import LLM
@@ -73,7 +73,7 @@ class NotFinite(Oracle):
     """Ranks a row of NaN for every draft."""
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        return [independent(one, one.budget, torch.full((1, 37), torch.nan)) for one in asks]
+        return [draft_independently(one, one.budget, torch.full((1, 37), torch.nan)) for one in asks]
 
 
 def test_failures_of_a_drafter_are_counted() -> None:

@@ -209,7 +209,7 @@ def test_a_request_waits_for_memory_that_is_in_use(monkeypatch: pytest.MonkeyPat
         first.release()
         second = await waiting
         assert loaded(models) == ["b"], "small had been idle for longer than a"
-        monkeypatch.setattr(served_models, "_PATIENCE", 0.05)
+        monkeypatch.setattr(served_models, "_MEMORY_WAIT_SECONDS", 0.05)
         with pytest.raises(Busy, match="no memory for a"):
             await use(models, "a")
         second.release()

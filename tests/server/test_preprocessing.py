@@ -51,7 +51,7 @@ def sent(it: Serving, path: str, body: Any, size: int | None = None) -> socket.s
 
 
 def test_a_grammar_that_takes_too_much_is_refused(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_SECONDS", 0.2)
+    monkeypatch.setattr(grammars, "_MAX_SECONDS", 0.2)
     before = live_bytes()
     for _ in range(2):  # the second time, from memory
         answer = spoken.post("/v1/completions", {"prompt": "a", "max_tokens": 4, "guided_json": SLOW})
@@ -84,7 +84,7 @@ def test_abandoned_grammars_do_not_delay_other_clients(spoken: Serving) -> None:
 
 
 def test_grammars_in_use_have_a_bound(spoken: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_MAX_LIVE", 1)
+    monkeypatch.setattr(grammars, "_MAX_COMPILED_BYTES", 1)
     answer = spoken.post("/v1/completions", {"prompt": "a", "guided_regex": "[ab]{3}c"})
     assert answer.status_code == 429
 
@@ -203,14 +203,14 @@ def test_requests_for_tokens_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_ARRIVAL", 0.4)
+    monkeypatch.setattr(bodies, "_ARRIVAL_SECONDS", 0.4)
     with serving(toy_llm()) as it, sent(it, "/v1/completions", {"prompt": "a" * 200_000}, 50_000) as stalled:
         answer = stalled.recv(4096)  # within the minute that `sent` waits
     assert answer.startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_that_keeps_arriving_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_ARRIVAL", 0.4)
+    monkeypatch.setattr(bodies, "_ARRIVAL_SECONDS", 0.4)
     with serving(toy_llm()) as it, sent(it, "/tokenize", {"prompt": "a" * 400_000}, 300_000) as slow:
         time.sleep(0.7)  # the bytes that have arrived extend the limit by three seconds
         slow.sendall(b"a" * (400_000 - 300_000 + len('{"prompt": ""}') - 2) + b'"}')

@@ -10,8 +10,8 @@ import pytest
 from paceline.llm import LLM
 from paceline.sampling.parameters import Sampling
 from paceline.server.apis.responses_request import MessageItem, ResponsesRequest, chat_messages_of
-from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
-from paceline.server.compat import left_out
+from paceline.server.apis.stored import ResponseStore, StoredResponse, estimated_bytes
+from paceline.server.compat import placeholder_for
 from paceline.server.errors import ApiError
 from tests.support.calling import SCHEMA, THINKS, user
 from tests.support.running import Serving, serving
@@ -88,10 +88,10 @@ def test_parts_that_are_not_text_leave_a_note_in_history_and_results(served: Ser
     ]
     body = ResponsesRequest.model_validate({"input": items, "reasoning": {"effort": "max"}})
     asked, worked, result = (message.as_dict() for message in chat_messages_of(body.items))
-    assert asked["content"] == f"a\n{left_out('input_image')}"
-    assert worked["content"] == f"{left_out('web_search_call')}\n{left_out('computer_call_output')}"
+    assert asked["content"] == f"a\n{placeholder_for('input_image')}"
+    assert worked["content"] == f"{placeholder_for('web_search_call')}\n{placeholder_for('computer_call_output')}"
     assert worked["tool_calls"][0]["function"]["name"] == "mcp__docs__look"
-    assert result["content"] == left_out("input_image")
+    assert result["content"] == placeholder_for("input_image")
     answer = served.post("/v1/responses", {"input": [items[1], user("a")], "max_output_tokens": 1})
     assert answer.status_code in (200, 400)  # the toy's alphabet has no brackets
     assert "input.0" not in answer.text
@@ -147,7 +147,7 @@ def test_the_store_has_a_limit() -> None:
     assert store.bytes == 3
     store.delete("g")
     assert store.bytes == 2
-    assert memory('{"a": {}}') > 2000
+    assert estimated_bytes('{"a": {}}') > 2000
 
 
 def events(it: Serving, **asked: Any) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ BODY = {"prompt": "abc, def. " * 30, "n_predict": 8, "id_slot": 0, "cache_prompt
 def over(folder: Path) -> LLM:
     """Return a model with a prefix folder, as after a start. It uses float64, so that rounding does not matter."""
     llm = toy_llm(context_length=2048)
-    llm.engine.__dict__["seamless"] = True
+    llm.engine.__dict__["chunk_invariant"] = True
     llm.engine.remember(1 << 26, folder, 1 << 30)
     return llm
 

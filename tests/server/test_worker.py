@@ -17,12 +17,12 @@ import pytest
 
 from paceline.cache.shared import SharedSlabCache
 from paceline.cache.slab import SlabCache
-from paceline.cache.state import held
+from paceline.cache.state import max_states
 from paceline.drafters.base import Ask
 from paceline.drafters.model import DraftModel
 from paceline.drafters.stack import DrafterWrapper
 from paceline.drafters.suffix import Suffix
-from paceline.engine.draft_policy import OFF, Speculation
+from paceline.engine.draft_policy import SPECULATION_OFF, Speculation
 from paceline.engine.engine import Engine
 from paceline.engine.reading_pace import ReadingPace
 from paceline.engine.request import Request
@@ -77,7 +77,7 @@ class Reading:
     async def tokens(self) -> list[int]:
         """Return all unread tokens. Raise the error that ended the reply early."""
         tokens: list[int] = []
-        while not (output := await self.outputs.get()).over:
+        while not (output := await self.outputs.get()).is_last:
             tokens += [chunk.token_id for chunk in output.chunks]
         if self.handle.error:
             raise self.handle.error
@@ -103,7 +103,7 @@ def test_concurrent_replies_equal_single_replies() -> None:
 
     async def work() -> list[list[int]]:
         replies = [
-            Reading(worker, job(llm, prompt, how, OFF if i % 3 == 0 else None))
+            Reading(worker, job(llm, prompt, how, SPECULATION_OFF if i % 3 == 0 else None))
             for i, (prompt, how) in enumerate(zip(prompts, samplings, strict=True))
         ]
         return await asyncio.gather(*(reply.tokens() for reply in replies))
@@ -368,7 +368,7 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
 
 def test_states_take_memory_in_addition_to_keys_and_values() -> None:
     """Many short texts have more states than positions."""
-    lengths, states = [300, 40, 5000], held(300) + held(40) + held(5000)
+    lengths, states = [300, 40, 5000], max_states(300) + max_states(40) + max_states(5000)
     assert _positions(0.0, False, lengths) == 5340
     assert _positions(100.0, False, lengths) == 5340 + states * 100
     assert _fits(5340, partial(_positions, 0.0, False), lengths)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.cache.state import StateCache, Tensors, _Fed
+from paceline.cache.state import StateCache, Tensors, _FedRows
 from paceline.models.decoder import Decoder
 from tests.support.hybrids import tiny_hybrid
 
@@ -15,7 +15,9 @@ from tests.support.hybrids import tiny_hybrid
 class Kept(StateCache):
     """Keeps the state after rejected rows."""
 
-    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
+    def _one_after(
+        self, fed: _FedRows, layer: int, state: Tensors, path: Sequence[int], done: int, end: int
+    ) -> Tensors:
         after = fed.after[layer]
         return after[max(after)] if after else super()._one_after(fed, layer, state, path, done, end)
 
@@ -23,7 +25,9 @@ class Kept(StateCache):
 class Twice(StateCache):
     """Applies the last row twice."""
 
-    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
+    def _one_after(
+        self, fed: _FedRows, layer: int, state: Tensors, path: Sequence[int], done: int, end: int
+    ) -> Tensors:
         state, updates = super()._one_after(fed, layer, state, path, done, end), fed.updates[layer]
         return self.recurrences[layer].apply(state, updates, path[end - 1 : end]) if updates else state
 
@@ -31,7 +35,9 @@ class Twice(StateCache):
 class Sibling(StateCache):
     """Applies the row before the last row instead of it. In trees, this can be a sibling."""
 
-    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
+    def _one_after(
+        self, fed: _FedRows, layer: int, state: Tensors, path: Sequence[int], done: int, end: int
+    ) -> Tensors:
         wrong = [*path[: end - 1], max(0, path[end - 1] - 1)] if fed.updates[layer] else path
         return super()._one_after(fed, layer, state, wrong, done, end)
 

@@ -12,7 +12,7 @@ from paceline.checkpoints.loader import Loaded
 from paceline.drafters.assistant import Assistant
 from paceline.drafters.base import Drafter
 from paceline.drafters.block import Block
-from paceline.drafters.cross import SharedTokens, TextDrafter
+from paceline.drafters.cross import SharedTokenDrafter, TextDrafter
 from paceline.drafters.eagle import Eagle
 from paceline.drafters.early_exit import EarlyExit
 from paceline.drafters.medusa import Medusa
@@ -142,7 +142,7 @@ EVERY: dict[str, Callable[[Decoder], Drafter]] = {
     "another model": lambda target: DraftModel(KINDS["attention"](9), VOCAB),
     "the model itself": lambda target: DraftModel(target, VOCAB),
     "a model with a trimmed vocabulary": lambda target: DraftModel(_trimmed(), VOCAB, torch.tensor([0, 1, 3, 5])),
-    "shared tokens": lambda target: SharedTokens(_foreign(target)),
+    "shared tokens": lambda target: SharedTokenDrafter(_foreign(target)),
     "text": lambda target: TextDrafter(_foreign(target)),
     "eagle-3": _eagle,
     "eagle-1": lambda target: _eagle(target, version=1, taps=("final",), draft_vocab=VOCAB),

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.checkpoints.model_config import read_config
-from paceline.checkpoints.tensor_names import translated
+from paceline.checkpoints.tensor_names import decoder_tensors
 from paceline.models.decoder import Decoder
 from tests.support.logits import CPU, assert_close, chunks_and_tokens, expected, relative_error, text
 from tests.support.tiny_families import CASES, GEMMA4, HYBRIDS, WINDOWED
@@ -106,7 +106,7 @@ def decoder_of(golden: Golden, dtype: torch.dtype = torch.float64) -> Decoder:
 
 def tensors_of(golden: Golden) -> Mapping[str, Tensor]:
     """Return the weights of a golden file, by the native decoder's names."""
-    return translated(golden.config, weights(golden.shapes, golden.config))
+    return decoder_tensors(golden.config, weights(golden.shapes, golden.config))
 
 
 @cache

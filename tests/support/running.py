@@ -18,7 +18,7 @@ from paceline.llm import LLM
 from paceline.server.app import create_app
 from paceline.server.limits import Settings
 from paceline.server.models import Models, ModelSource, Pull
-from paceline.server.worker import Load, Worker, WorkerLimits
+from paceline.server.worker import Worker, WorkerLimits, WorkerLoad
 from tests.support.in_process import HOST, AppThread, AppTransport
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Serving:
         """Return True if a request runs, now or within 20 seconds."""
         return self._soon(lambda load: load.running > 0)
 
-    def _soon(self, reached: Callable[[Load], bool]) -> bool:
+    def _soon(self, reached: Callable[[WorkerLoad], bool]) -> bool:
         until = time.monotonic() + 20
         while time.monotonic() < until:
             if reached(self.worker.load):

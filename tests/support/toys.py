@@ -79,7 +79,7 @@ def _once_per_toy(check: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-engine.guarantee, engine.seamless = map(_once_per_toy, (engine.guarantee, engine.seamless))  # type: ignore[assignment]
+engine.guarantee, engine.chunk_invariant = map(_once_per_toy, (engine.guarantee, engine.chunk_invariant))  # type: ignore[assignment]
 
 
 def loaded(target: Target, generation: dict[str, Any] | None = None) -> Loaded:

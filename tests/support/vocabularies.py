@@ -20,7 +20,7 @@ from paceline.drafters.vocab_map import SAMPLE
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder
 from paceline.testing import TINY, random_tensors
-from paceline.text.gguf_tokenizer import frame
+from paceline.text.gguf_tokenizer import set_bos_and_eos
 from paceline.text.tokenizer import Tokenizer
 from tests.support.toys import toy_dtype
 
@@ -114,7 +114,7 @@ def tokenizer(kind: str) -> Tokenizer:
 def framed(words: Tokenizer) -> Tokenizer:
     """Return the same tokenizer with "<s>" before every text."""
     backend = tokenizers.Tokenizer.from_str(words._backend.to_str())
-    frame(backend, ROLES, {"bos_token": True, "eos_token": False})
+    set_bos_and_eos(backend, ROLES, {"bos_token": True, "eos_token": False})
     return Tokenizer(backend, ROLES)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.text.growing import GrowingText, Malformed, finish, overlap
-from paceline.text.loose_json import DEPTH, JsonReader, parse
+from paceline.text.growing import GrowingText, Malformed, overlap, result_of
+from paceline.text.loose_json import MAX_DEPTH, JsonReader, parse
 from tests.support.counted_lines import counted
 
 fuzz = settings(max_examples=2 * settings.default.max_examples)
@@ -40,7 +40,7 @@ def test_clear_mistakes_are_repaired(text: str, value: Any) -> None:
     [
         *("", "x", "NaN", "1e999", "-Infinity", "01", "1.", "+1", "[1 2]", "[,]", "[1,,2]", '{"a"}', '{"a": }'),
         *('{"a": 1', "[1", '"x', '{"a": 1} x', '{"a": [1}', "{1: 2", '"a" "b"', "\\", "9" * 5000, "open('x')"),
-        "[" * (DEPTH + 1) + "]" * (DEPTH + 1),
+        "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
         "{" * 100_000,
     ],
 )
@@ -98,15 +98,15 @@ def test_only_contents_of_the_text_are_read(text: str, step: int) -> None:
         for at in range(0, len(text), step):
             growing.push(text[at : at + step])
             next(reading)
-        growing.over = True
-        outcome = finish(reading)
+        growing.is_complete = True
+        outcome = result_of(reading)
     except StopIteration as ended:
         outcome = ended.value
     except Malformed:
         pass
-    whole = GrowingText(text, over=True)
+    whole = GrowingText(text, is_complete=True)
     try:
-        expected = finish(JsonReader(whole).value())
+        expected = result_of(JsonReader(whole).value())
     except Malformed:
         expected = Malformed
     assert outcome == expected

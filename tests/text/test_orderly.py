@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import InvalidPrompt
 from paceline.text.chat_template import render
-from paceline.text.orderly import forms
+from paceline.text.orderly import alternative_chats
 from tests.support.toys import toy_llm
 
 SHOWN = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
@@ -76,7 +76,7 @@ def test_the_error_is_about_the_messages_as_they_were_sent() -> None:
 
 def test_every_form_holds_every_text() -> None:
     given = chat("s:1 u:2 u:3 c:4 t:5 u:6 s:7 a:8 a:9")
-    found = list(forms(given))
+    found = list(alternative_chats(given))
     assert len(found) == 4
     for form in found:
         texts = "\n\n".join(message["content"] for message in form).split()

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import InvalidPrompt
 from paceline.text.chat_template import render
-from paceline.text.past_calls import INVALID, as_object, forms, with_counted_ids
+from paceline.text.past_calls import INVALID_ARGUMENTS, alternative_chats, as_object, with_counted_ids
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from paceline.text.past_calls import INVALID, as_object, forms, with_counted_ids
     [
         *(("", {}), (" ", {}), (None, {}), ("null", {}), ("{}", {}), ({}, {})),
         *(({"a": 1}, {"a": 1}), ('{"a": 1}', {"a": 1}), ('{"a": "x\ny",}', {"a": "x\ny"})),
-        *((text, {INVALID: text}) for text in ('{"city": "Par', "[]", '"ls"', "5", "ls -l", "{" * 5000)),
-        *((value, {INVALID: value}) for value in ([1], 5, True)),
+        *((text, {INVALID_ARGUMENTS: text}) for text in ('{"city": "Par', "[]", '"ls"', "5", "ls -l", "{" * 5000)),
+        *((value, {INVALID_ARGUMENTS: value}) for value in ([1], 5, True)),
     ],
 )
 def test_arguments_are_always_an_object(given: Any, wanted: Any) -> None:
@@ -85,7 +85,9 @@ def test_a_template_that_wants_short_ids_gets_them() -> None:
     both = shown(ONE + NINE, "<{{ c.id }}>")
     assert both.count("<") == 2
     (ids,) = [
-        form for form in forms(CHAT) if len(form[1]["tool_calls"]) == 2 and form[1]["tool_calls"][0]["id"] != "call_1"
+        form
+        for form in alternative_chats(CHAT)
+        if len(form[1]["tool_calls"]) == 2 and form[1]["tool_calls"][0]["id"] != "call_1"
     ]
     assert {one["tool_call_id"] for one in ids[2:4]} == {one["id"] for one in ids[1]["tool_calls"]}
 
@@ -97,7 +99,7 @@ def test_a_template_that_adds_up_text_gets_arguments_as_text() -> None:
 
 def test_a_template_that_takes_the_plain_form_gets_it() -> None:
     assert shown("", "<{{ c.id }}>") == ("user:hi assistant:I look.<call_1><call_2> tool:of b tool:of a assistant:So. ")
-    assert not list(forms([USER]))
+    assert not list(alternative_chats([USER]))
     with pytest.raises(InvalidPrompt, match="never"):
         shown("{{ raise_exception('never') }}", "")
 

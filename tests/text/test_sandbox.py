@@ -113,7 +113,7 @@ def test_a_helper_that_died_is_started_again() -> None:
 def test_an_answer_that_is_too_large_or_no_json_costs_nobody_the_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Sandbox()
     helper = own.run("builtins:eval", "__import__('os').getppid()", *LIMITS)
-    monkeypatch.setattr(sandbox, "_ANSWER", 1000)
+    monkeypatch.setattr(sandbox, "_MAX_ANSWER_BYTES", 1000)
     with pytest.raises(OverLimit):
         own.run("builtins:eval", "'x' * 200_000", *LIMITS)
     with pytest.raises(JobFailed, match="not JSON serializable"):

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from paceline import acceptance_step, residual
 from paceline.errors import InvalidOption
-from paceline.sampling.noise import ACCEPT, Noise
+from paceline.sampling.noise import ACCEPT_STREAM, Noise
 from paceline.types import Draft, Verdict
 from paceline.verify import rejection
-from paceline.verify.rejection import RoundChance, Shaped, block_walk, rejection_walk
+from paceline.verify.rejection import RoundDraws, TargetProbabilities, block_walk, rejection_walk
 from tests.support.cover import cover, some
 from tests.support.enumerate import Script, outcomes
 
-Walk = Callable[[Draft, Shaped, Script], Verdict]
+Walk = Callable[[Draft, TargetProbabilities, Script], Verdict]
 WALKS: dict[str, Walk] = {"rejection": rejection_walk, "block": block_walk}
 VOCAB = 3
 
@@ -167,7 +167,7 @@ def distance(walk: Walk, drafter: Callable[[Script], Draft], length: int) -> flo
     return sum(abs(found.get(text, 0.0) - own[text]) for text in own) / 2
 
 
-def kept(walk: Walk, drafter: Callable[[Script], Draft], shaped: Shaped = target) -> float:
+def kept(walk: Walk, drafter: Callable[[Script], Draft], shaped: TargetProbabilities = target) -> float:
     """Return the mean number of accepted tokens."""
     rounds = outcomes(lambda chance: len(walk(drafter(chance), shaped, chance).path))
     return sum(count * probability for count, probability in rounds.items())
@@ -425,10 +425,10 @@ def test_invalid_tokens_and_invalid_u_are_errors(token: int, u: float) -> None:
 
 @given(st.integers(0, 2**32), st.floats(0.0, 1.0))
 def test_the_step_and_the_walks_agree_on_the_boundary(seed: int, share: float) -> None:
-    """`RoundChance.accept` is the same comparison as the public step's, with the same kind of u."""
-    chance = RoundChance(Noise(seed), 5)
-    u = chance.noise.stream(ACCEPT, 5).uniform(1)
+    """`RoundDraws.accept` is the same comparison as the public step's, with the same kind of u."""
+    chance = RoundDraws(Noise(seed), 5)
+    u = chance.noise.stream(ACCEPT_STREAM, 5).uniform(1)
     p = torch.tensor([share, 1 - share]).double()
     assert chance.accept(share) == bool(acceptance_step(p, torch.tensor([1.0, 0.0]).double(), 0, u))
-    assert RoundChance(Noise(seed), 5).accept(1.0)
-    assert not RoundChance(Noise(seed), 5).accept(0.0)
+    assert RoundDraws(Noise(seed), 5).accept(1.0)
+    assert not RoundDraws(Noise(seed), 5).accept(0.0)

@@ -137,7 +137,7 @@ def test_without_a_drafter_the_text_is_matchs(rule: str) -> None:
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_model_that_drafts_for_itself_is_always_accepted(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any error in q, p, the truncation or the draft's cache would cause a rejection."""
-    monkeypatch.setattr(growth, "_DRAWN", 0.0)
+    monkeypatch.setattr(growth, "_MIN_DRAWN_PROBABILITY", 0.0)
     for cuts in ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}):
         sampling = Sampling(max_new_tokens=40, temperature=0.8, seed=4, rule=rule, **cuts)  # type: ignore[arg-type]
         stats = run(TOY, PROMPT, sampling, DraftModel(TOY, 37), DraftBudget.chain(4))[2]
@@ -164,7 +164,7 @@ def drawn(rule: str = "rejection", budget: DraftBudget = SHAPES["tree"], seed: i
 
 
 def test_a_drawn_tree_has_the_fixed_shape_and_a_q_for_every_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "_DRAWN", 0.0)
+    monkeypatch.setattr(growth, "_MIN_DRAWN_PROBABILITY", 0.0)
     for seed in range(5):
         draft = drawn(seed=seed)
         ranks: list[tuple[int, ...]] = [()]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget
-from paceline.verify.tree import MIN_ROWS, Place, check, close, depths, from_paths, pack, places, shape
+from paceline.verify.tree import MIN_ROWS, Place, check, depths, from_paths, pack, places, renumber_siblings, shape
 from tests.support.trees import drafts, path_to
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_an_order_is_cut_to_a_tree_within_its_budget(order: list[Place], nodes: 
 @given(ORDERS)
 def test_closing_gaps_keeps_the_tree_and_numbers_its_siblings(order: list[Place]) -> None:
     kept = places(DraftBudget(30, 4, 4), tuple(order))
-    closed = close(kept)
+    closed = renumber_siblings(kept)
     assert from_paths(closed).parents == from_paths(kept).parents
     assert all(place[-1] == 0 or (*place[:-1], place[-1] - 1) in closed for place in closed)
 
@@ -118,5 +118,5 @@ def test_the_first_of_an_order_stay() -> None:
     order = ((0,), (1,), (0, 2), (1, 0, 0), (2,))
     assert places(DraftBudget(3, 3, 3), order) == ((0,), (1,), (0, 2))
     assert places(DraftBudget(9, 3, 3), order) == ((0,), (1,), (0, 2), (1, 0), (1, 0, 0), (2,))
-    assert close(places(DraftBudget(9, 3, 3), order))[2] == (0, 0)
+    assert renumber_siblings(places(DraftBudget(9, 3, 3), order))[2] == (0, 0)
     assert places(DraftBudget(9, 3, 1), order) == ((0,),)

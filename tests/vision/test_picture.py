@@ -20,7 +20,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from paceline.errors import InvalidPrompt
 from paceline.text.sandbox import can_fork
 from paceline.vision import picture
-from paceline.vision.decoding import MAX_PIXELS, MAX_SIDE, decoded
+from paceline.vision.decoding import MAX_PIXELS, MAX_SIDE, decode_picture
 from paceline.vision.picture import read_picture
 from tests.support.pictures import (
     SVG,
@@ -67,7 +67,7 @@ def test_a_jpeg_that_is_scaled_down_is_decoded_at_a_reduced_size(turned: bool, m
     whole = noise(size=(30, 14)).resize((3000, 1400))
     sizes, load = [], JpegImageFile.load
     monkeypatch.setattr(JpegImageFile, "load", lambda self: sizes.append(self.size) or load(self))
-    found = decoded((encoded(whole, "JPEG", exif=exif), 512))
+    found = decode_picture((encoded(whole, "JPEG", exif=exif), 512))
     assert sizes[0] == (1500, 700)
     assert isinstance(found, bytes)
     height, width = shape = struct.unpack_from(">II", found)

@@ -11,7 +11,7 @@ from paceline.bench.measure import Answer, FirstTokenTimer, MeasuredReply
 from paceline.bench.peer_process import PeerProcess
 from paceline.bench.peers import PEERS, PeerPrompt, peer_drafters
 from paceline.bench.questions import Question
-from paceline.drafters.factory import AUTO, check_spec, open_drafter, parse_size
+from paceline.drafters.factory import AUTO, check_spec, open_drafter, parse_budget
 from paceline.drafters.trimmed import DraftVocab
 from paceline.engine.draft_policy import shown_name
 from paceline.errors import InvalidOption
@@ -102,14 +102,14 @@ class Comparison:
         if self.against and max(self.widths) > 1:
             raise InvalidOption("other programs answer one request at a time", "Leave out --batch or --against")
         for drafter in self.drafters:
-            check_spec(split_size(drafter)[0])
+            check_spec(split_budget(drafter)[0])
         for temperature in (1.0, *self.temperatures):  # 1.0 checks the rule
             self.sampling(temperature)
 
     @property
     def draft_model(self) -> str:
         """Path of the first GGUF draft model among the drafters, for programs that support draft models, or ""."""
-        models = (split_size(name)[0].removeprefix("model:") for name in self.drafters if name.startswith("model:"))
+        models = (split_budget(name)[0].removeprefix("model:") for name in self.drafters if name.startswith("model:"))
         return next((model for model in models if model.endswith(".gguf")), "")
 
     def sampling(self, temperature: float) -> Sampling:
@@ -118,11 +118,11 @@ class Comparison:
         return Sampling(max_new_tokens=self.tokens, temperature=temperature, seed=self.seed, rule=rule)
 
 
-def split_size(drafter: str) -> tuple[str, DraftBudget | None]:
+def split_budget(drafter: str) -> tuple[str, DraftBudget | None]:
     """Split DRAFTER@SIZE into drafter and size. The size may be missing (None): other text after "@" is an adapter."""
     spec, _, text = drafter.rpartition("@")
-    size = parse_size(text) if spec else None
-    return (drafter, None) if size is None else (spec, size)
+    budget = parse_budget(text) if spec else None
+    return (drafter, None) if budget is None else (spec, budget)
 
 
 def split_precision(precision: str) -> tuple[Precision, Precision]:
@@ -155,9 +155,9 @@ def own_systems(targets: Mapping[str, LLM], comparison: Comparison) -> dict[Syst
     )  # false if two folders contain drafters with the same name
     for precision, llm in targets.items():
         for name in names:
-            spec, size = split_size(name)
+            spec, budget = split_budget(name)
             quantize, vocab = split_precision(precision)[1], comparison.draft_vocab
-            drafting = LLM(llm.model, open_drafter(spec, llm.model, quantize, draft_vocab=vocab), size)
+            drafting = LLM(llm.model, open_drafter(spec, llm.model, quantize, draft_vocab=vocab), budget)
             drafter = "" if spec == "none" else shown_name(name) if short else name
             for temperature in comparison.temperatures:
                 for width in comparison.widths:

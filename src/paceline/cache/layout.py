@@ -80,7 +80,7 @@ def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def nothing(count: int) -> Layout:
+def prefix_only_layout(count: int) -> Layout:
     """Return the layout of `count` rows that attend only to the prefix and are not written."""
     depths = torch.zeros(count, dtype=torch.int32)
     return Layout((), (), torch.zeros(count, 1, dtype=torch.bool), depths, depths[:1], _pairs(()), _pairs(()))
@@ -96,7 +96,7 @@ def _layout(parents: tuple[int, ...], parity: int, start: int) -> Layout:
     elif NONE in parents[1:start]:
         rows, columns, visible = numbers, numbers, ancestors(parents)
     else:
-        rows, columns, visible = _paired(parents, parity)
+        rows, columns, visible = _place_in_pairs(parents, parity)
     row_depths = torch.tensor(depths(parents), dtype=torch.int32)
     return Layout(rows, columns, visible, row_depths, row_depths[list(rows)], _pairs(enumerate(rows)), _pairs(()))
 
@@ -122,7 +122,7 @@ def ancestors(parents: tuple[int, ...]) -> Tensor:
     return visible
 
 
-def _paired(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+def _place_in_pairs(parents: tuple[int, ...], parity: int) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """Return the `rows`, `columns` and `visible` of a tree's layout, with rows placed in pairs of columns.
 
     Rows are placed in order. The second row of a pair takes the column after its parent if that column is still free.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.cache.attention import BLOCK, LayerAttention, SlabPass, SlabPlan, slab_indices
 from paceline.cache.kv_types import stored_size
-from paceline.cache.layout import Layout, layout, nothing
+from paceline.cache.layout import Layout, layout, prefix_only_layout
 from paceline.cache.slots import SlotTable
 from paceline.errors import memory_named
 from paceline.protocols import Saved
@@ -382,7 +382,7 @@ class SlabCache(SlotTable):
         tokens = torch.zeros(count, rows, dtype=torch.int64)
         passing = Rows(tokens, tokens, tuple(slots), lengths, ((),) * count, (0,) * count)
         self._reserve(slots, [length + 1 for length in lengths])
-        plans = self._plans(passing, [nothing(rows)] * count)
+        plans = self._plans(passing, [prefix_only_layout(rows)] * count)
         return SlabPass(plans, layers, [self._indices[layer.source or 0] for layer in layers], False)
 
     def _plans(self, rows: Rows, layouts: Sequence[Layout]) -> list[list[SlabPlan]]:

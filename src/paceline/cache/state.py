@@ -30,7 +30,7 @@ Tensors = tuple[Tensor, ...]
 State = Mapping[int, Tensors]
 """Index of a recurrent layer -> its state after a text."""
 
-CHECKPOINT = 256
+CHECKPOINT_INTERVAL = 256
 """Distance between two checkpoints, in tokens. Prompts are cut into chunks at the same positions."""
 
 
@@ -126,7 +126,7 @@ class Recurrence(ABC):
 
 
 @dataclass(slots=True)
-class _Fed:
+class _FedRows:
     """Results of the rows that a slot has fed since its last commit.
 
     Attributes:
@@ -154,8 +154,8 @@ class StateCache(SlabCache):
     """A `SlabCache` for models that also have recurrent layers.
 
     A slot keeps the states at its current length, at the length before its latest commit, and at checkpoints. The
-    checkpoints are the last two multiples of `CHECKPOINT`, and `CHECKPOINT` times each power of two. `truncate` and
-    `load` go back to the nearest state.
+    checkpoints are the last two multiples of `CHECKPOINT_INTERVAL`, and `CHECKPOINT_INTERVAL` times each power of two.
+    `truncate` and `load` go back to the nearest state.
     """
 
     def __init__(self, recurrences: Mapping[int, Recurrence], *args: Any) -> None:
@@ -169,7 +169,7 @@ class StateCache(SlabCache):
         self.recurrences = recurrences
         self._states: dict[int, dict[int, State]] = {}
         """Taken slot -> length of its text -> the state after that length."""
-        self._fed: dict[int, _Fed] = {}
+        self._fed: dict[int, _FedRows] = {}
 
     @cached_property
     def _empty_states(self) -> State:
@@ -180,7 +180,7 @@ class StateCache(SlabCache):
     def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
         slot = super().acquire(prompt, adapter, lag)
         self._states[slot] = {0: self._empty_states}
-        self._fed[slot] = _Fed()
+        self._fed[slot] = _FedRows()
         return slot
 
     def release(self, slot: int) -> None:
@@ -197,7 +197,7 @@ class StateCache(SlabCache):
     def save(self, slot: int) -> SavedHybrid:  # type: ignore[override]
         """See `protocols.KVCache.save`."""
         slabs, states = super().save(slot), self._states[slot]
-        kept = {n: states[n] for n in sorted(states) if n and n in _kept(self.lengths[slot])}
+        kept = {n: states[n] for n in sorted(states) if n and n in _checkpoint_lengths(self.lengths[slot])}
         tensors = (x for state in kept.values() for layer in state.values() for x in layer)
         return SavedHybrid(slabs.length, (*slabs.tensors, *tensors), slabs, kept)
 
@@ -227,7 +227,7 @@ class StateCache(SlabCache):
         """See `protocols.KVCache.begin`."""
         view = super().begin(rows)
         if rows.resume is None:
-            self._fed |= {slot: _Fed() for slot, start in zip(rows.slots, rows.starts, strict=True) if not start}
+            self._fed |= {slot: _FedRows() for slot, start in zip(rows.slots, rows.starts, strict=True) if not start}
         fed = [self._fed[slot] for slot in rows.slots]
         before = [self._states[slot][length] for slot, length in zip(rows.slots, rows.lengths, strict=True)]
         return StatePass(view.plans, self._layers, self._indices, rows, self.recurrences, before, fed)
@@ -241,7 +241,7 @@ class StateCache(SlabCache):
                 self.check_commit(slot, rows, i)
                 states, taken = self._states[slot], [0, *path]
                 states |= self._after(slot, length, taken)
-                kept = {*_kept(length + len(taken)), length}
+                kept = {*_checkpoint_lengths(length + len(taken)), length}
                 self._states[slot] = {n: state for n, state in states.items() if n in kept}
         super().commit(rows, paths)
 
@@ -256,7 +256,9 @@ class StateCache(SlabCache):
             found[length + end], done = state, end
         return found
 
-    def _one_after(self, fed: _Fed, layer: int, state: Tensors, path: Sequence[int], done: int, end: int) -> Tensors:
+    def _one_after(
+        self, fed: _FedRows, layer: int, state: Tensors, path: Sequence[int], done: int, end: int
+    ) -> Tensors:
         """Return a layer's state after the first `end` rows of a path, given its state after the first `done` rows."""
         if path[end - 1] == end - 1 and end in fed.after[layer]:
             return fed.after[layer][end]
@@ -277,7 +279,7 @@ class StatePass(SlabPass):
         rows: Rows,
         recurrences: Mapping[int, Recurrence],
         before: Sequence[State],
-        fed: Sequence[_Fed],
+        fed: Sequence[_FedRows],
     ) -> None:
         """Make a pass.
 
@@ -359,17 +361,17 @@ def _chain(count: int) -> Tree:
 def _ends(length: int, count: int) -> list[int]:
     """Return the ends of the parts into which checkpoints divide the next `count` tokens. They are counted from
     `length`."""
-    return [*range(CHECKPOINT - length % CHECKPOINT, count, CHECKPOINT), count]
+    return [*range(CHECKPOINT_INTERVAL - length % CHECKPOINT_INTERVAL, count, CHECKPOINT_INTERVAL), count]
 
 
 @lru_cache(maxsize=1024)
-def held(length: int) -> int:
+def max_states(length: int) -> int:
     """Return the maximum number of states that a slot keeps for a text of this length."""
-    return len(_kept(length)) + 1  # plus the state before the latest commit
+    return len(_checkpoint_lengths(length)) + 1  # plus the state before the latest commit
 
 
-def _kept(length: int) -> frozenset[int]:
+def _checkpoint_lengths(length: int) -> frozenset[int]:
     """Return the lengths for which a slot keeps states if its own length is `length`."""
-    count = length // CHECKPOINT
+    count = length // CHECKPOINT_INTERVAL
     powers = [1 << power for power in range(count.bit_length())]
-    return frozenset({0, length, *(n * CHECKPOINT for n in (*powers, count, max(0, count - 1)))})
+    return frozenset({0, length, *(n * CHECKPOINT_INTERVAL for n in (*powers, count, max(0, count - 1)))})

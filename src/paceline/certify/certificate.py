@@ -23,7 +23,7 @@ INCONCLUSIVE = "inconclusive"
 EXIT_CODES = {BITWISE: 0, NEAR_TIES: 0, DISTRIBUTION: 0, LOSSY: 3, INCONCLUSIVE: 4}
 """Verdict -> exit code of the command. 1 and 2 are errors and wrong options."""
 
-_FEWEST = 5
+_MIN_CASES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Certificate:
             yield Check("load", f"{x.width} at a time", "fail" if x.differs else "pass", seen)
         if q := self.quality:
             seen = f"{q.right} of {q.questions} correct, {q.plain_right} without speculation (p = {q.p_value:.2g})"
-            says_little = q.plain_right < _FEWEST
+            says_little = q.plain_right < _MIN_CASES
             seen += "; too few to show a loss" if says_little else ""
             yield Check("quality", "questions", "fail" if q.differs else "note" if says_little else "pass", seen)
         if v := self.speed:
@@ -145,7 +145,7 @@ class Certificate:
                 INCONCLUSIVE,
                 f"{g.real} real divergences, but no time to repeat them: allow more time with --seconds",
             )
-        if g.prompts < _FEWEST:
+        if g.prompts < _MIN_CASES:
             return INCONCLUSIVE, f"there was time for only {g.prompts} prompts: allow more time with --seconds"
         power = max((s.detectable for s in self.sampled), default=1.0)
         sampling = f"sampling: a shift of {power:.1%} total variation would have been found with probability 0.95"

@@ -15,7 +15,7 @@ from paceline import __version__
 from paceline.certify.certificate import Certificate
 from paceline.certify.compare import Sides
 from paceline.certify.options import CertifyOptions, parse_body
-from paceline.certify.own import bodies, served
+from paceline.certify.own import request_fields, serve_locally
 from paceline.certify.prompts import NamedPrompt
 from paceline.certify.report import write, writer
 from paceline.certify.run import examine
@@ -25,7 +25,7 @@ from paceline.certify.sizes import WorkSizes
 from paceline.certify.transport import Http
 from paceline.errors import InvalidOption, one_line
 
-_LARGEST = 64 << 20
+_MAX_FILE_BYTES = 64 << 20
 
 
 def certify(target: str, options: CertifyOptions) -> int:
@@ -49,7 +49,7 @@ def certify(target: str, options: CertifyOptions) -> int:
         is_address = "://" in target
         if not is_address:
             _confirm(sizes, len(prompts), options.yes)
-        base = target if is_address else stack.enter_context(served(target, options.drafter, options.against))
+        base = target if is_address else stack.enter_context(serve_locally(target, options.drafter, options.against))
         sides, facts = _sides(target, base, options)
         if is_address:
             _confirm(sizes, len(prompts), options.yes)
@@ -71,7 +71,7 @@ def _sides(target: str, base: str, options: CertifyOptions) -> tuple[Sides, dict
     plain_extra = parse_body("--plain-body", options.plain_body) if options.plain_body else {}
     known = detect(own)
     if "://" not in target:
-        extra, plain_extra = bodies(options.drafter, options.against)
+        extra, plain_extra = request_fields(options.drafter, options.against)
     elif not (options.plain or options.plain_body or options.plain_model):
         if known is None or not known.plain:
             name, hint = (known.name, known.hint) if known else ("this server", "Start a second server")
@@ -136,7 +136,7 @@ def _confirm(sizes: WorkSizes, prompts: int, yes: bool) -> None:
 def _read_prompts(path: Path) -> list[NamedPrompt]:
     """Read prompts of a JSONL file. Raise `InvalidOption` if a line is not valid."""
     with path.open("rb") as file:
-        data = file.read(_LARGEST)
+        data = file.read(_MAX_FILE_BYTES)
     found = []
     for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():

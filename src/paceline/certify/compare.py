@@ -15,7 +15,7 @@ from paceline.certify.transport import EndpointError
 ALPHA = 0.001
 """Maximum probability of a false alarm in each part of a certificate."""
 
-_SHOWN = 120
+_MAX_SHOWN = 120
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -28,7 +28,7 @@ class Sides:
         speculative: The endpoint with speculation.
         plain: The endpoint without speculation.
         concurrency: Number of simultaneous requests in parts that do not choose it themselves.
-        near: Gap of log-probabilities below which two tokens are a near-tie, in nats.
+        near_tie_gap: Gap of log-probabilities below which two tokens are a near-tie, in nats.
         note: Called with a line about the progress.
         plain_drafts: True if the plain side is meant to speculate too, with another drafter.
     """
@@ -36,7 +36,7 @@ class Sides:
     speculative: Side
     plain: Side
     concurrency: int = 4
-    near: float = 0.25
+    near_tie_gap: float = 0.25
     note: Callable[[str], None] = field(default=lambda text: None)
     plain_drafts: bool = False
     _end: float = float("inf")
@@ -46,18 +46,18 @@ class Sides:
         self._end = time.monotonic() + seconds
 
     @property
-    def late(self) -> bool:
+    def out_of_time(self) -> bool:
         """True if the current part has no time left."""
         return time.monotonic() > self._end
 
     def in_time(self, items: Iterable[T]) -> Iterable[T]:
         """Yield items while there is time left, but at least one."""
         for i, item in enumerate(items):
-            if i and self.late:
+            if i and self.out_of_time:
                 return
             yield item
 
-    def at_once(self, function: Callable[[T], R], items: Iterable[T], width: int | None = None) -> list[R]:
+    def run_concurrently(self, function: Callable[[T], R], items: Iterable[T], width: int | None = None) -> list[R]:
         """Compute results in threads. Return the results for as many items as the time allows."""
         width = width or self.concurrency
         if width == 1:
@@ -65,7 +65,7 @@ class Sides:
 
         def one(numbered: tuple[int, T]) -> tuple[R] | None:
             number, item = numbered
-            return None if number >= width and self.late else (function(item),)
+            return None if number >= width and self.out_of_time else (function(item),)
 
         with ThreadPoolExecutor(width) as pool:
             return [result[0] for result in pool.map(one, enumerate(items)) if result]
@@ -108,20 +108,20 @@ def first_difference(a: str, b: str) -> int:
 
 def explain(sides: Sides, name: str, prompt: str, fields: dict[str, Any], speculative: str, plain: str) -> Difference:
     """Describe how two replies to a prompt differ, and how close the two tokens are."""
-    gap = token_gap(sides.plain, prompt, fields, plain, speculative, sides.near)
-    other = token_gap(sides.speculative, prompt, fields, speculative, plain, sides.near)
+    gap = token_gap(sides.plain, prompt, fields, plain, speculative, sides.near_tie_gap)
+    other = token_gap(sides.speculative, prompt, fields, speculative, plain, sides.near_tie_gap)
     known = other if gap is None else gap
     at = first_difference(speculative, plain)
     return Difference(
         name,
         prompt,
         fields,
-        plain[max(0, at - _SHOWN) : at],
-        speculative[at : at + _SHOWN],
-        plain[at : at + _SHOWN],
+        plain[max(0, at - _MAX_SHOWN) : at],
+        speculative[at : at + _MAX_SHOWN],
+        plain[at : at + _MAX_SHOWN],
         gap,
         other,
-        None if known is None else abs(known) < sides.near,
+        None if known is None else abs(known) < sides.near_tie_gap,
     )
 
 
@@ -130,7 +130,7 @@ def token_gap(side: Side, prompt: str, fields: dict[str, Any], own: str, other: 
 
     Returns:
         The gap in nats, or a lower bound if the other token is not among the alternatives. None if the side gives no
-        log-probabilities, does not repeat its text, or gives no alternatives and the bound is below `near`.
+        log-probabilities, does not repeat its text, or gives no alternatives and the bound is below `near_tie_gap`.
     """
     try:
         reply = side.ask(prompt, **(fields | {"logprobs": True, "top_logprobs": 5}))
@@ -164,7 +164,7 @@ def _least_gap(logprob: float) -> float:
     return logprob - math.log(-math.expm1(logprob)) if logprob < 0 else -math.inf
 
 
-def chosen(items: Sequence[T], count: int) -> Sequence[T]:
+def evenly_spread(items: Sequence[T], count: int) -> Sequence[T]:
     """Return at most `count` items, spread evenly."""
     step = max(1, len(items) // count) if count else 1
     return items[::step][:count]

@@ -266,7 +266,7 @@ def _compare(sides: Sides, feature: str, probe: Callable[[Side, Side], Outcome],
         )
     a, b = [own], [plain]
     while len(a) < _REPEATS:
-        if sides.late:
+        if sides.out_of_time:
             return FeatureResult(
                 feature, "not run", "the sides differed once, but there was no time to repeat the probe"
             )

@@ -12,8 +12,8 @@ from paceline.certify.prompts import NamedPrompt
 from paceline.certify.side import NotOffered
 from paceline.certify.statistics import Pair, exchange_test
 
-_EXAMINED = 30
-_REPEATED = 4
+_MAX_EXAMINED = 30
+_MAX_REPEATED = 4
 """Number of differing prompts to repeat up to `_REPEATS` times. One that always differs is enough for a verdict."""
 _REPEATS = 8
 
@@ -83,12 +83,12 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
     sides.allow((time.monotonic() - began) / 2)  # to examine the differences
     differences: list[Difference] = []
     pairs: list[Pair] = []
-    for task, a, b in parted[:_EXAMINED]:
+    for task, a, b in parted[:_MAX_EXAMINED]:
         at = next(((x, y) for x in a for y in b if x != y), None)
         difference = explain(sides, task.name, task.text, fields, *at) if at else None
         differences += [difference] if difference else []
         if difference is None or not difference.is_near_tie:
-            if len(pairs) < _REPEATED:
+            if len(pairs) < _MAX_REPEATED:
                 _ask_again(sides, task, fields, a, b, _REPEATS)
             pairs.append((a, b))
     count = {kind: sum(one.is_near_tie is kind for one in differences) for kind in (True, False, None)}
@@ -109,7 +109,7 @@ def compare_greedy(sides: Sides, tasks: Sequence[NamedPrompt], tokens: int) -> G
 
 def _ask_again(sides: Sides, task: NamedPrompt, fields: dict[str, Any], a: list[str], b: list[str], times: int) -> None:
     """Ask both sides a prompt in turns, until each has answered this many times."""
-    while len(a) < times and not (len(a) > 1 and sides.late):
+    while len(a) < times and not (len(a) > 1 and sides.out_of_time):
         a.append(sides.speculative.ask(task.text, **fields).text)
         b.append(sides.plain.ask(task.text, **fields).text)
 
@@ -139,17 +139,17 @@ def shorten(sides: Sides, found: Difference, most: int = 40) -> Difference:
     while size and trials < most * 3 // 4:
         for start in range(0, len(words), size):
             fewer = words[:start] + words[start + size :]
-            if trials >= most * 3 // 4 or sides.late:
+            if trials >= most * 3 // 4 or sides.out_of_time:
                 break
             if fewer and texts(fewer, tokens):
                 words = fewer
                 break
         else:
             size //= 2
-        if sides.late:
+        if sides.out_of_time:
             break
     low, high = 0, tokens
-    while high - low > 1 and trials < most and not sides.late:
+    while high - low > 1 and trials < most and not sides.out_of_time:
         middle = (low + high) // 2
         low, high = (low, middle) if texts(words, middle) else (middle, high)
     kept = texts(words, high)

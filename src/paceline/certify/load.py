@@ -70,9 +70,9 @@ def compare_load(sides: Sides, texts: Mapping[str, tuple[str, str]], tokens: int
 def _changed(sides: Sides, side: Side, solo: Mapping[str, str], tokens: int, width: int) -> dict[str, str]:
     """Return prompt -> text for replies that differ from the side's replies without load, except at near-ties."""
     fields: dict[str, Any] = {"max_tokens": tokens}
-    replies = sides.at_once(lambda prompt: (prompt, side.ask(prompt, **fields).text), solo, width)
+    replies = sides.run_concurrently(lambda prompt: (prompt, side.ask(prompt, **fields).text), solo, width)
     other = {prompt: text for prompt, text in replies if text != solo[prompt]}
-    pair = Sides(side, side, near=sides.near)
+    pair = Sides(side, side, near_tie_gap=sides.near_tie_gap)
     return {
         prompt: text
         for prompt, text in other.items()

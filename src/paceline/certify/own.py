@@ -11,11 +11,11 @@ from contextlib import closing, contextmanager, suppress
 
 from paceline.certify.transport import EndpointError, Http
 
-_START = 600.0
+_START_SECONDS = 600.0
 
 
 @contextmanager
-def served(model: str, drafter: str, against: str) -> Iterator[str]:
+def serve_locally(model: str, drafter: str, against: str) -> Iterator[str]:
     """Serve a model on a free local port.
 
     Args:
@@ -47,7 +47,7 @@ def served(model: str, drafter: str, against: str) -> Iterator[str]:
 
 
 def _wait(process: subprocess.Popen[bytes], base: str) -> None:
-    end = time.monotonic() + _START
+    end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end:
         if process.poll() is not None:
             raise EndpointError(f"the server has exited with code {process.returncode}", "Read the lines above")
@@ -55,10 +55,10 @@ def _wait(process: subprocess.Popen[bytes], base: str) -> None:
             if Http(base, seconds=10)("GET", "/models")[0] == 200:
                 return
         time.sleep(0.2)
-    raise EndpointError(f"the model was not ready after {_START:.0f} s", "Start the server yourself")
+    raise EndpointError(f"the model was not ready after {_START_SECONDS:.0f} s", "Start the server yourself")
 
 
-def bodies(drafter: str, against: str) -> tuple[dict[str, object], dict[str, object]]:
+def request_fields(drafter: str, against: str) -> tuple[dict[str, object], dict[str, object]]:
     """Return the fields of requests for both sides."""
     plain = "off" if against == "none" else {"drafter": against}
     return {"speculation": {"drafter": drafter}}, {"speculation": plain}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.certify.certificate import Certificate
-from paceline.certify.compare import Sides, chosen
+from paceline.certify.compare import Sides, evenly_spread
 from paceline.certify.features import compare_features
 from paceline.certify.greedy import compare_greedy, shorten
 from paceline.certify.load import compare_load
@@ -69,7 +69,7 @@ def examine(
     begin("quality")
     certificate.quality = compare_quality(sides, answerable(sizes.questions, seed))
     begin("speed")
-    certificate.speed = compare_speed(sides, chosen(asked, sizes.timed), sizes.tokens)
+    certificate.speed = compare_speed(sides, evenly_spread(asked, sizes.timed), sizes.tokens)
     certificate.drafted = sides.speculative.drafted, None if sides.plain_drafts else sides.plain.drafted
     certificate.usage = {
         "requests": sides.speculative.requests + sides.plain.requests,

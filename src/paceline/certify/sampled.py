@@ -101,7 +101,7 @@ def _draw(
 
     items = ((seed, name, task) for seed in range(seeds) for name in names for task in contexts)
     values: dict[str, dict[str, tuple[list[str], list[str]]]] = {name: {} for name in names}
-    for name, text, a, b in sides.at_once(one, items):
+    for name, text, a, b in sides.run_concurrently(one, items):
         pair = values[name].setdefault(text, ([], []))
         pair[0].append(a)
         pair[1].append(b)

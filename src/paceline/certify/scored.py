@@ -15,7 +15,7 @@ from paceline.certify.statistics import sign_flip
 from paceline.certify.transport import EndpointError
 
 _FRESH = 2_000_000
-_LONGEST = 2000
+_MAX_PROMPT_CHARACTERS = 2000
 """Maximum length of a prompt, in characters."""
 
 
@@ -58,7 +58,7 @@ def compare_scores(sides: Sides, tasks: Sequence[NamedPrompt], texts: int, token
         texts: Number of texts of each side.
         tokens: Length of a text.
     """
-    short = [task for task in tasks if len(task.text) <= _LONGEST] or tasks
+    short = [task for task in tasks if len(task.text) <= _MAX_PROMPT_CHARACTERS] or tasks
     asked = [short[i % len(short)] for i in range(texts)]
     by_plain = _echoes(sides.plain)
     try:
@@ -96,7 +96,7 @@ def _score_all(
         (a, x), (b, y) = map(_score, found)
         return a, b, x + y
 
-    scored = sides.at_once(one, enumerate(tasks, first))
+    scored = sides.run_concurrently(one, enumerate(tasks, first))
     for side, asked in ((sides.speculative, speculative), (sides.plain, plain)):
         side.requests, side.tokens, side.drafted = asked.requests, asked.tokens, asked.drafted
     return [one for one in scored if one]

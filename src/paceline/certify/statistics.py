@@ -15,7 +15,7 @@ from statistics import NormalDist, median
 Pair = tuple[Sequence[Hashable], Sequence[Hashable]]
 """Values of both sides for one prompt, the same number from each side."""
 
-POOL = 10
+MIN_CELL_VALUES = 10
 """Cells with fewer values than this, of both sides together, are counted as one cell: chi-square needs 5 per side."""
 
 
@@ -81,7 +81,7 @@ def chi_square(pairs: Sequence[Pair]) -> tuple[float, int]:
     total, freedom = 0.0, 0
     for a, b in pairs:
         count = Counter(a) + Counter(b)
-        kept = {value for value, n in count.items() if n >= POOL}
+        kept = {value for value, n in count.items() if n >= MIN_CELL_VALUES}
         cells = [[value if value in kept else None for value in side] for side in (a, b)]
         freedom += len(kept) + (len(kept) < len(count)) - 1
         total += distance(*cells)

@@ -43,7 +43,7 @@ class QualityResult:
 
 @dataclass(frozen=True, slots=True)
 class SpeedResult:
-    """Tokens per second of both sides, and their ratio with its 95 % interval.
+    """Tokens per second of both sides, and their ratio with its 95% interval.
 
     Attributes:
         prompts: Number of prompts.
@@ -71,7 +71,7 @@ def compare_quality(sides: Sides, questions: Sequence[tuple[NamedPrompt, str]]) 
         a, b = (is_right(side.ask(task.text, max_tokens=96).text, answer) for side in (sides.speculative, sides.plain))
         return a, b
 
-    count = Counter(sides.at_once(one, questions))
+    count = Counter(sides.run_concurrently(one, questions))
     worse, better, both = count[False, True], count[True, False], count[True, True]
     total = sum(count.values())
     return QualityResult(total, both + better, both + worse, worse, better, mcnemar(worse, better))

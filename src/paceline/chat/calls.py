@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.chat.tagged import TaggedArguments, written
+from paceline.chat.tagged import TaggedArguments, json_text
 from paceline.chat.tools import FENCED, NO_ARGUMENTS, CallFormat, Schema
 from paceline.text import loose_json
 from paceline.text.growing import GrowingText, Malformed, Reading, overlap
@@ -186,7 +186,7 @@ class CallParser:
 
     def flush(self) -> tuple[str, Sequence[Piece]]:
         """End the reply. Return text that was held back, and calls that lack an end marker."""
-        self._text.over = True
+        self._text.is_complete = True
         shown, calls = self.push("")
         return shown + ("" if self.called else "".join(self._space)), calls
 
@@ -224,7 +224,7 @@ class CallParser:
                 self._found.append(shown)
             if start:
                 return self._forms[start]
-            if self._text.over:
+            if self._text.is_complete:
                 return None
             yield
 
@@ -349,7 +349,7 @@ class _CallBlock:
             name = self._known((yield from self.text.run(_NAME)))
             given = yield from self._arguments(name, reader)
         yield from self._end()
-        return name, written(given)
+        return name, json_text(given)
 
     def _arguments(self, name: str, reader: JsonReader) -> Reading[dict[str, Any]]:
         """Read the arguments after a name."""

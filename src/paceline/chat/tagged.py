@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NoReturn
 
-from paceline.sampling.lark import json_of, literal, quoted
-from paceline.sampling.schema_document import SchemaDocument, listed, named_values
+from paceline.sampling.lark import json_expression, quoted_text, text_expression
+from paceline.sampling.schema_document import SchemaDocument, as_list, named_values
 from paceline.text import loose_json
 from paceline.text.growing import GrowingText, Malformed, Reading
 
@@ -35,14 +35,14 @@ _OBJECT = {
     "x-guidance",
 }
 """Keywords of a function's schema that a grammar of tagged text can enforce."""
-_MOST = 1 << 22
+_MAX_SCHEMA_CHARACTERS = 1 << 22
 """Maximum total size of the schemas in a grammar, in characters."""
 
 
 _KEY = re.compile(r'[^<>"\n]*')
 
 
-def written(value: Any) -> str:
+def json_text(value: Any) -> str:
     """Return a value as JSON that can be encoded in UTF-8.
 
     Raises:
@@ -95,7 +95,7 @@ class Tags:
                 if not key or (line and not (yield from text.skip(line))):
                     raise Malformed
             value = yield from self._value_text(text, (before, *ends))
-            found[key] = value if is_text == "true" else typed(value, key, {} if is_text else schema)
+            found[key] = value if is_text == "true" else parse_value(value, key, {} if is_text else schema)
 
     def _value_text(self, text: GrowingText, follows: Sequence[str]) -> Reading[str]:
         """Read a value, its closing tag and the white space after it. Return the value."""
@@ -120,18 +120,18 @@ class Tags:
             The rules. None if a grammar of tagged text cannot enforce the schema.
         """
         properties = schema.get("properties")
-        required = {key for key in listed(schema.get("required")) if isinstance(key, str)}
+        required = {key for key in as_list(schema.get("required")) if isinstance(key, str)}
         if not isinstance(properties, Mapping) or not schema.keys() <= _OBJECT or not _divisible(schema):
             return None
         if not required <= properties.keys() or not (properties or schema.get("additionalProperties") is False):
             return None
         order = " ".join(f"{name}_{i}{'' if key in required else '?'}" for i, key in enumerate(properties))
-        rules = [f"{name}: {order or quoted('')}"]
+        rules = [f"{name}: {order or quoted_text('')}"]
         for i, (key, value) in enumerate(properties.items()):
             forms = self._forms(f"{name}_{i}", value, schema, special)
             if not forms or not re.fullmatch(r'[^<>"\n]+', key):
                 return None
-            heads = {rule: literal(self.before + key + kind + self.between, special) for rule, kind, _ in forms}
+            heads = {rule: text_expression(self.before + key + kind + self.between, special) for rule, kind, _ in forms}
             rules.append(f"{name}_{i}: {' | '.join(f'{head} {rule}' for rule, head in heads.items())}")
             rules += [text for _, _, text in forms]
         return rules
@@ -143,7 +143,7 @@ class Tags:
         tag. If the format marks strings with an attribute (`kind`) and the schema allows strings and other types, there
         are two forms.
         """
-        schema, known = SchemaDocument(root).resolved(schema), kinds(schema, root)
+        schema, known = SchemaDocument(root).resolved(schema), json_types(schema, root)
         is_text, is_json = (f"{self.kind}true", f"{self.kind}false") if self.kind else ("", "")
         maybe_text = not known or "string" in known
         text = self._text(f"{name}_text", schema, root, special) if maybe_text else None
@@ -151,24 +151,26 @@ class Tags:
         if (text and known == {"string"}) or (maybe_text and not self.kind):
             return forms
         shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
-        rule = f"{name}_json: {name}_value {literal(self.after, special)}"
-        value = f"{name}_value: {json_of({**schema, **shared})}"
+        rule = f"{name}_json: {name}_value {text_expression(self.after, special)}"
+        value = f"{name}_value: {json_expression({**schema, **shared})}"
         return [*forms, (f"{name}_json", is_json, f"{rule}\n{value}")]
 
     def _text(self, name: str, schema: Schema, root: Schema, special: Mapping[str, int]) -> str | None:
         """Return the rule for a text value and its closing tag. None if a rule cannot enforce the schema."""
-        after = literal(self.after, special)
+        after = text_expression(self.after, special)
         named = named_values(schema)
         if named and all(isinstance(one, str) for one in named):
-            return f"{name}: ({' | '.join(map(quoted, named))}) {after}"
+            return f"{name}: ({' | '.join(map(quoted_text, named))}) {after}"
         free = {*_ABOUT, "type", "anyOf", "oneOf"}
         if not all(one.keys() <= free for one in (schema, *_members(schema, root))):
             return None
         if any(marker in self.after for marker in special):
             closing = self.after.lstrip()
             # A special token can end the value, but only if the closing tag begins with it.
-            return f"{name}: /(.|\\n)*/ {literal(closing, special)}" if closing.startswith((*special,)) else None
-        return f"{name}[suffix={quoted(self.after)}]: /(.|\\n)*/"
+            return (
+                f"{name}: /(.|\\n)*/ {text_expression(closing, special)}" if closing.startswith((*special,)) else None
+            )
+        return f"{name}[suffix={quoted_text(self.after)}]: /(.|\\n)*/"
 
 
 class TaggedArguments:
@@ -199,11 +201,11 @@ class TaggedArguments:
             return ""
         new = dict([*self._found.items()][self._shown :])
         self._shown = len(self._found)
-        return self._after_last(written(new)[1:-1])
+        return self._after_last(json_text(new)[1:-1])
 
     def flush(self) -> str:
         """End the reply. Return the rest of the JSON, with its closing brace if the call is complete."""
-        self._text.over = True
+        self._text.is_complete = True
         more = self.push("")
         return more + (self._after_last("") + "}" if self.complete else "")
 
@@ -220,18 +222,18 @@ class TaggedArguments:
         return before + more
 
 
-def kinds(schema: Any, root: Schema) -> set[str]:
+def json_types(schema: Any, root: Schema) -> set[str]:
     """Return the JSON types that a schema names, directly or by its constants. Empty if it names none."""
     found: set[str] = set()
     for one in _members(schema, root):
         given = one.get("type")
         values = named_values(one)
-        found |= {kind for kind in ([given] if isinstance(given, str) else listed(given)) if isinstance(kind, str)}
+        found |= {kind for kind in ([given] if isinstance(given, str) else as_list(given)) if isinstance(kind, str)}
         found |= set() if given else {_kind(value) for value in values}
     return found
 
 
-def typed(text: str, key: str, schema: Schema) -> Any:
+def parse_value(text: str, key: str, schema: Schema) -> Any:
     """Return the JSON value that a parameter's text stands for.
 
     Args:
@@ -240,7 +242,7 @@ def typed(text: str, key: str, schema: Schema) -> Any:
         schema: The schema of all parameters.
     """
     properties = schema.get("properties")
-    known = kinds(properties.get(key) if isinstance(properties, Mapping) else None, schema)
+    known = json_types(properties.get(key) if isinstance(properties, Mapping) else None, schema)
     if known == {"string"}:
         return text
     try:
@@ -281,7 +283,7 @@ def _members(schema: Any, root: Schema) -> list[Schema]:
         one = document.resolved(waiting.pop())
         if id(one) not in seen:
             seen[id(one)] = one
-            members = [*listed(one.get("anyOf")), *listed(one.get("oneOf"))]
+            members = [*as_list(one.get("anyOf")), *as_list(one.get("oneOf"))]
             waiting += members
             found += [] if members else [one]
     return found
@@ -294,5 +296,5 @@ def _divisible(schema: Schema) -> bool:
     """
     text = json.dumps(schema)
     references = re.findall(r'"\$ref": "([^"]*)"', text)
-    small = len(text) * len(schema["properties"]) <= _MOST
+    small = len(text) * len(schema["properties"]) <= _MAX_SCHEMA_CHARACTERS
     return small and all(name.startswith(("#/$defs/", "#/definitions/")) for name in references)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.chat import harmony
 from paceline.chat.harmony import HarmonyParser
-from paceline.sampling.lark import literal
+from paceline.sampling.lark import text_expression
 from paceline.sampling.thinking import ThinkingBudget
 from paceline.text.growing import overlap
 from paceline.text.template_text import TemplateText
@@ -69,10 +69,10 @@ class ThoughtFormat:
             special: Ids of the markers that are special tokens.
         """
         if self.end in special:
-            body = f"body: /(.|\\n)*/ {literal(self.end, special)}"
+            body = f"body: /(.|\\n)*/ {text_expression(self.end, special)}"
         else:
-            body = f"body[suffix={literal(self.end, special)}]: /(.|\\n)*/"
-        before = "body" if inside else f"{literal(self.start, special)} body"
+            body = f"body[suffix={text_expression(self.end, special)}]: /(.|\\n)*/"
+        before = "body" if inside else f"{text_expression(self.start, special)} body"
         space = "/\\n{0,2}/"  # a limit, because a small model may write white space forever
         return f"start: thought{'' if inside else '?'} answer\nthought: {before} {space}\n{body}\n"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.chat.tagged import Tags
-from paceline.sampling.lark import json_of, literal
+from paceline.sampling.lark import json_expression, text_expression
 from paceline.text.loose_json import dumps
 from paceline.text.past_calls import with_counted_ids
 
@@ -111,17 +111,16 @@ class CallFormat:
         rules = [f"start: {' | '.join(calls if content is None else [*calls, 'content'])}"]
         for i, (name, schema) in enumerate(functions):
             form = self.forced(schema)
-            rules.append(
-                f"call_{i}: {literal(form.head(name), special)} arguments_{i} {literal(form.call[2], special)}"
-            )
+            before, after = (text_expression(text, special) for text in (form.head(name), form.call[2]))
+            rules.append(f"call_{i}: {before} arguments_{i} {after}")
             rules += form._arguments(f"arguments_{i}", arguments_schema(schema), special)
         if content is not None:
-            rules.append(f"content: {json_of(content)}")
+            rules.append(f"content: {json_expression(content)}")
         return "\n".join(rules) + "\n"
 
     def _arguments(self, name: str, schema: Schema, special: Mapping[str, int]) -> list[str]:
         tagged = self.tags.rules(name, schema, special) if self.tags else None
-        return tagged or [f"{name}: {json_of(schema)}"]
+        return tagged or [f"{name}: {json_expression(schema)}"]
 
 
 def arguments_schema(schema: Schema | None) -> Schema:
@@ -357,7 +356,7 @@ The functions:
 </tools>"""
 
 
-def fitted(
+def adapt_to_template(
     template: str | None, form: CallFormat, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Adapt checked messages and tools to a template that knows tools, so that it drops none of them.

@@ -14,18 +14,18 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.checkpoints.registry import ARCHITECTURES, family_of, text_config, ties_head
-from paceline.checkpoints.tensor_names import translated
+from paceline.checkpoints.tensor_names import decoder_tensors
 from paceline.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from paceline.files.locate import is_adapter
 from paceline.files.reading import MIB, library_errors, map_file, read_json, read_json_if_exists
-from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, shown
+from paceline.files.schema import GENERATION, IDENTITY, INDEX, check, format_value
 from paceline.kernels.stored import FLOATS, Stored
 from paceline.models.lazy import LazyTensors, Renamed
 from paceline.text.tokenizer import Tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_AGAIN = "Fetch the model again"
-_INDEX_LIMIT, _LONGEST_NAME = 16 * MIB, 255
+_FETCH_AGAIN = "Fetch the model again"
+_MAX_INDEX_BYTES, _MAX_NAME_LENGTH = 16 * MIB, 255
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def open_folder(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, An
     `open_checkpoint`."""
     config = text_config(_config(path))
     weights = open_weights(path, "model.safetensors", "pytorch_model.bin", allow_pickle)
-    weights = translated(config, weights)
+    weights = decoder_tensors(config, weights)
     if EMBEDDING not in weights and ties_head(config):
         # If two modules share a tensor, transformers saves it under only one of their names, which may be the head's.
         weights = Renamed(weights, {EMBEDDING if name == HEAD else name: name for name in weights})
@@ -150,14 +150,14 @@ def _shards(path: Path, single: str) -> dict[Path, tuple[str, ...] | None] | Non
     index = path / f"{single}.index.json"
     if not index.exists():
         return {path / single: None} if (path / single).exists() else None
-    where = read_json(index, INDEX, _INDEX_LIMIT).get("weight_map")
+    where = read_json(index, INDEX, _MAX_INDEX_BYTES).get("weight_map")
     if not where:
-        raise CorruptModel(f"{index} names no tensors", _AGAIN)
+        raise CorruptModel(f"{index} names no tensors", _FETCH_AGAIN)
     shards: dict[Path, list[str]] = {}
     for name, file in where.items():
         # Shards must be in the index's folder. A name that contains folders could read any file on the machine.
-        if Path(file).name != file or not file.isprintable() or len(file.encode()) > _LONGEST_NAME:
-            raise CorruptModel(f"{index} names the shard {shown(file)}, which is not a file name", _AGAIN)
+        if Path(file).name != file or not file.isprintable() or len(file.encode()) > _MAX_NAME_LENGTH:
+            raise CorruptModel(f"{index} names the shard {format_value(file)}, which is not a file name", _FETCH_AGAIN)
         shards.setdefault(path / file, []).append(name)
     return {file: tuple(names) for file, names in shards.items()}
 
@@ -180,15 +180,15 @@ class Shards(LazyTensors):
         self._names = self._sources = dict[str, tuple[Path, Read]]()
         for path, listed in files.items():
             if not path.is_file():
-                raise CorruptModel(f"the shard {path} is missing", _AGAIN)
+                raise CorruptModel(f"the shard {path} is missing", _FETCH_AGAIN)
             names, read = opener(path)
             if absent := set(listed or ()) - set(names):
-                raise CorruptModel(f"{path} lacks {min(absent)}, which its index lists", _AGAIN)
+                raise CorruptModel(f"{path} lacks {min(absent)}, which its index lists", _FETCH_AGAIN)
             self._sources.update(dict.fromkeys(listed or names, (path, read)))
 
     def __getitem__(self, name: str) -> Tensor:
         path, read = self._sources[name]
-        with library_errors(f"cannot read {name} from {path}", _AGAIN):
+        with library_errors(f"cannot read {name} from {path}", _FETCH_AGAIN):
             return read(name)
 
     def stored(self, name: str) -> Stored | None:
@@ -196,13 +196,13 @@ class Shards(LazyTensors):
         return Stored.floats(tensor, None, self._mapped) if tensor.ndim == 2 and tensor.dtype in FLOATS else None
 
 
-_MAPPED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+_MAPPED_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def _open_safetensors(path: Path) -> tuple[list[str], Read]:
     """Open a safetensors file. Paceline itself maps tensors of common types into memory, because `Stored` must be able
     to release their pages."""
-    with library_errors(f"{path} is damaged or cut off", _AGAIN):
+    with library_errors(f"{path} is damaged or cut off", _FETCH_AGAIN):
         file: Any = safe_open(path, framework="pt", device="cpu")  # checks the header
         buffer = map_file(path).buffer
         start = 8 + int.from_bytes(buffer[:8], "little")
@@ -210,11 +210,11 @@ def _open_safetensors(path: Path) -> tuple[list[str], Read]:
 
     def read(name: str) -> Tensor:
         kind, shape = entries[name]["dtype"], entries[name]["shape"]
-        if kind not in _MAPPED or 0 in shape:
+        if kind not in _MAPPED_TYPES or 0 in shape:
             tensor: Tensor = file.get_tensor(name)
             return tensor
         first = start + entries[name]["data_offsets"][0]
-        return torch.frombuffer(buffer, dtype=_MAPPED[kind], count=math.prod(shape), offset=first).view(shape)
+        return torch.frombuffer(buffer, dtype=_MAPPED_TYPES[kind], count=math.prod(shape), offset=first).view(shape)
 
     return list(file.keys()), read
 
@@ -224,7 +224,7 @@ def _open_pickle(path: Path) -> tuple[list[str], Read]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises various exceptions for damaged files
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CorruptModel(f"{path} cannot be read as plain tensors ({reason})", _AGAIN) from error
+        raise CorruptModel(f"{path} cannot be read as plain tensors ({reason})", _FETCH_AGAIN) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise CorruptModel(f"{path} holds no table of tensors", "Use a safetensors copy of the model")
     return list(state), state.__getitem__

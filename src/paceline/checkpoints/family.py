@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoints.gguf_metadata import Config, Metadata
-from paceline.files.schema import EXPERT_COUNT, FLAG, NULL, ROWS, FieldKind, each, listed, whole
+from paceline.files.schema import EXPERT_COUNT, FLAG, NULL, ROWS, FieldKind, each, integer, list_of
 from paceline.models.config import ModelConfig
 
 Raw = Mapping[str, Any]
@@ -53,8 +53,8 @@ MIXTURE_KEYS: Mapping[str, FieldKind] = {
     **each(EXPERT_COUNT, "num_experts", "num_local_experts", "num_experts_per_tok"),
     "moe_intermediate_size": ROWS,
     "norm_topk_prob": FLAG,
-    "decoder_sparse_step": whole(1),
-    "mlp_only_layers": listed(whole()) | NULL,
+    "decoder_sparse_step": integer(1),
+    "mlp_only_layers": list_of(integer()) | NULL,
 }
 """Config keys of a mixture of experts, under the names that most families use."""
 
@@ -67,11 +67,11 @@ class GGUFLayout:
         architecture: Name of the architecture, the value of "general.architecture".
         names: GGUF name of a part of a layer -> its Hugging Face name.
         experts: The same for parts that stack all experts along the first dimension. The expert's index replaces "{}".
-        whole: The same for names that do not end in ".weight" or ".bias".
-        top: The same for tensors outside of layers, in addition to the names that all architectures share.
+        exact_names: The same for full names, which do not end in ".weight" or ".bias".
+        top_level: The same for tensors outside of layers, in addition to the names that all architectures share.
         interleaved: True if, in query and key rows, the two elements of each rotary pair are adjacent. Hugging Face
             stores all first elements before all second elements.
-        shifted: True if norm weights include the 1 that Hugging Face's code adds.
+        norms_include_one: True if norm weights include the 1 that Hugging Face's code adds.
         read: Maps the metadata and the common config to the config entries of this architecture, under Hugging Face's
             keys.
         keys: Types of the metadata that only this architecture has, by key.
@@ -83,10 +83,10 @@ class GGUFLayout:
     architecture: str
     names: Names = field(default_factory=lambda: LAYER)
     experts: Names = field(default_factory=dict)
-    whole: Names = field(default_factory=dict)
-    top: Names = field(default_factory=dict)
+    exact_names: Names = field(default_factory=dict)
+    top_level: Names = field(default_factory=dict)
     interleaved: bool = False
-    shifted: bool = False
+    norms_include_one: bool = False
     read: Callable[[Metadata, Config], Config] = lambda meta, config: {}
     keys: Mapping[str, FieldKind] = field(default_factory=dict)
     strips_spaces: bool = False
@@ -101,8 +101,8 @@ class Family:
     Attributes:
         name: The `model_type`.
         title: The name of the family's models in the documentation. Empty for an alias of another family.
-        defaults: Values of the keys that a config may omit. They include all keys of `model_config.PECULIAR` that the
-            family reads.
+        defaults: Values of the keys that a config may omit. They include all keys of `model_config.COMPUTATION_KEYS`
+            that the family reads.
         keys: Types of the config keys that only this family has, by key.
         refine: Maps the config (with defaults) and the common `ModelConfig` to the family's `ModelConfig`.
         rope: Maps the config's rope scaling to the rope scaling of the common `ModelConfig.rope`. A config may have

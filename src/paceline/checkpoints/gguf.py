@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.checkpoints.family import GGUFLayout
 from paceline.checkpoints.gguf_file import GGUFFile, read_gguf
-from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Fields, Metadata, widest
+from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Fields, Metadata, largest_size
 from paceline.checkpoints.gguf_tensors import GGUFTensors
 from paceline.checkpoints.registry import ARCHITECTURES
 from paceline.errors import CorruptModel, UnsupportedModel
@@ -93,8 +93,8 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
     if (layers := meta["block_count"] - meta.get("nextn_predict_layers", 0)) < 1:
         raise CorruptModel(f"{title} has no layers except MTP layers", "Fetch the file again")
     # Mamba-2 has 0 heads. Using 1 avoids a division by zero, and has no other effect.
-    heads, hidden = max(1, widest(meta["attention.head_count"])), meta["embedding_length"]
-    kv_heads = max(1, widest(meta.get("attention.head_count_kv", heads)))
+    heads, hidden = max(1, largest_size(meta["attention.head_count"])), meta["embedding_length"]
+    kv_heads = max(1, largest_size(meta.get("attention.head_count_kv", heads)))
     head_dim = meta.get("attention.key_length") or hidden // heads
     if not layout.own_sizes and meta.get("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{title} has keys and values of different sizes", "Use another model")
@@ -106,7 +106,7 @@ def config_of(file: GGUFFile, layout: GGUFLayout) -> Config:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         # If every layer is a mixture of experts, the metadata may contain only the experts' width.
-        "intermediate_size": widest(meta.get("feed_forward_length", 0)) or meta[f"{experts}feed_forward_length"],
+        "intermediate_size": largest_size(meta.get("feed_forward_length", 0)) or meta[f"{experts}feed_forward_length"],
         # Nemotron-H uses another key for the same value.
         "rms_norm_eps": meta.get("attention.layer_norm_epsilon") or meta["attention.layer_norm_rms_epsilon"],
         "rope_theta": meta.get("rope.freq_base", 10000.0),

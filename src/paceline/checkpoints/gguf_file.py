@@ -19,18 +19,18 @@ from paceline.checkpoints.gguf_codes import BITS, gguf_codes
 from paceline.checkpoints.gguf_header import TensorEntry, count_tokens, read_header
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.gguf_names import parts_of
-from paceline.files.reading import Mapped, map_file
+from paceline.files.reading import MappedFile, map_file
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import packs
 from paceline.kernels.quantize import Codes, quantize
 from paceline.kernels.stored import Stored
 
-_AGAIN = "Fetch the file again"
-_PIECE = 1 << 18
+_FETCH_AGAIN = "Fetch the file again"
+_CHUNK_ELEMENTS = 1 << 18
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 """The float types, by name."""
-_PLAIN = FLOATS | {"I32": torch.int32, "I64": torch.int64}
+_UNQUANTISED = FLOATS | {"I32": torch.int32, "I64": torch.int64}
 """The types that are read without dequantisation, by name."""
 
 
@@ -91,8 +91,8 @@ class GGUFTensor:
 
     def read(self) -> Tensor:
         """Return the tensor, in the file's dtype or, if it is quantised, in float32."""
-        if self.kind in _PLAIN:
-            return self.data.view(_PLAIN[self.kind]).view(self.shape)
+        if self.kind in _UNQUANTISED:
+            return self.data.view(_UNQUANTISED[self.kind]).view(self.shape)
         return dequantize(self.data, self.type).view(self.shape)
 
     def codes(self) -> Codes | None:
@@ -142,7 +142,7 @@ def dequantize(data: Tensor, kind: GGMLType) -> Tensor:
 
     blocks = data.view(-1, kind.size).numpy()
     values = np.empty((len(blocks), kind.elements), np.float32)
-    step = max(1, _PIECE // kind.elements)
+    step = max(1, _CHUNK_ELEMENTS // kind.elements)
     for start in range(0, len(blocks), step):
         piece = blocks[start : start + step].reshape(1, -1)
         with np.errstate(all="ignore"):  # a damaged file may hold infinite scales
@@ -182,27 +182,27 @@ def gguf_vocab_size(path: Path) -> int:
     `read_gguf`."""
     mapped = map_file(path)
     _check_start(path, mapped.buffer[:24])
-    with _damage_named(path):
+    with _damage_errors(path):
         return count_tokens(mapped.buffer)
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def _damage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, struct.error) as error:
-        raise CorruptModel(f"{path} is damaged or cut off ({error})", _AGAIN) from error
+        raise CorruptModel(f"{path} is damaged or cut off ({error})", _FETCH_AGAIN) from error
 
 
-def _read(path: Path, mapped: Mapped) -> GGUFFile:
+def _read(path: Path, mapped: MappedFile) -> GGUFFile:
     file = _read_part(path, mapped)
     count = file.fields.get("split.count", 1)
     return _joined(file, count) if isinstance(count, int) and count > 1 else file
 
 
-def _read_part(path: Path, mapped: Mapped) -> GGUFFile:
+def _read_part(path: Path, mapped: MappedFile) -> GGUFFile:
     _check_start(path, mapped.buffer[:24])
-    with _damage_named(path):
+    with _damage_errors(path):
         header = read_header(mapped.buffer)
         tensors = {name: _tensor(name, entry, mapped) for name, entry in header.tensors.items()}
     return GGUFFile(path, header.fields, tensors)
@@ -225,16 +225,16 @@ def _joined(first: GGUFFile, count: int) -> GGUFFile:
         part = _read_part(path.with_name(name), map_file(path.with_name(name)))
         twice = part.tensors.keys() & tensors.keys()
         if twice or part.fields.get("split.no") != number or part.fields.get("split.count") != count:
-            raise CorruptModel(f"{part.path} is not part {number + 1} of {path.name}", _AGAIN)
+            raise CorruptModel(f"{part.path} is not part {number + 1} of {path.name}", _FETCH_AGAIN)
         tensors |= part.tensors
     if len(tensors) != first.fields.get("split.tensors.count", len(tensors)):
         raise CorruptModel(
-            f"the parts of {path.name} hold {len(tensors)} tensors, but its metadata gives another number", _AGAIN
+            f"the parts of {path.name} hold {len(tensors)} tensors, but its metadata gives another number", _FETCH_AGAIN
         )
     return GGUFFile(path, first.fields, tensors)
 
 
-def _tensor(name: str, entry: TensorEntry, mapped: Mapped) -> GGUFTensor:
+def _tensor(name: str, entry: TensorEntry, mapped: MappedFile) -> GGUFTensor:
     """Return a tensor of the file. Raise `ValueError` if the file cannot contain such a tensor."""
     kind, count = _type(entry.number), math.prod(entry.shape)
     if not entry.shape or not count:
@@ -252,7 +252,7 @@ def _check_start(path: Path, start: bytes) -> None:
     if start[:4] != b"GGUF":
         raise CorruptModel(f"{path} is not a GGUF file", "Check the path, or fetch the file again")
     if len(start) < 24:
-        raise CorruptModel(f"{path} is cut off after {len(start)} bytes", _AGAIN)
+        raise CorruptModel(f"{path} is cut off after {len(start)} bytes", _FETCH_AGAIN)
     version = int.from_bytes(start[4:8], "little")
     if version not in (2, 3):
         raise UnsupportedModel(

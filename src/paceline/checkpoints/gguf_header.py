@@ -11,7 +11,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """GGUF type of a value -> its format character in `struct`."""
 _STRING, _ARRAY = 8, 9
 
-_LONGEST, _MOST_ELEMENTS, _MOST_DIMENSIONS = 1 << 28, 1 << 23, 8
+_MAX_HEADER_BYTES, _MAX_ELEMENTS, _MAX_DIMENSIONS = 1 << 28, 1 << 23, 8
 """Limits on the bytes of a header, on the number of elements in all its arrays, and on the dimensions of a tensor. The
 number of elements needs its own limit, because a sparse file can contain any number of empty strings."""
 
@@ -45,7 +45,7 @@ def read_header(data: mmap) -> Header:
     tensors: dict[str, TensorEntry] = {}
     for _ in range(tensor_count):
         name = reader.new_name(tensors)
-        if (count := reader.number("I")) > _MOST_DIMENSIONS:
+        if (count := reader.number("I")) > _MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {count} dimensions")
         shape = reader.numbers("Q", count)
         tensors[name] = TensorEntry(shape[::-1], reader.number("I"), reader.number("Q"))
@@ -75,7 +75,7 @@ class _Reader:
     """Reads one value after the other."""
 
     def __init__(self, data: mmap) -> None:
-        self._data, self.at, self._elements = memoryview(data)[:_LONGEST], 8, 0
+        self._data, self.at, self._elements = memoryview(data)[:_MAX_HEADER_BYTES], 8, 0
 
     def numbers(self, code: str, count: int) -> tuple[Any, ...]:
         layout = f"<{count}{code}"
@@ -96,7 +96,7 @@ class _Reader:
         if kind == _ARRAY:
             kind, count = self.number("I"), self.number("Q")
             self._elements += count
-            if self._elements > _MOST_ELEMENTS:
+            if self._elements > _MAX_ELEMENTS:
                 raise ValueError(f"arrays of {self._elements} elements")
             return self._strings(count) if kind == _STRING else list(self.numbers(_code(kind), count))
         return self._strings(1)[0] if kind == _STRING else self.number(_code(kind))

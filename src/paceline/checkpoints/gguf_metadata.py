@@ -16,7 +16,7 @@ from paceline.files.schema import GGUF_ARCHITECTURE, FieldKind, check_value
 
 Fields = Mapping[str, Any]
 Config = dict[str, Any]
-_AGAIN = "Fetch the file again"
+_FETCH_AGAIN = "Fetch the file again"
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Names of tensors that belong to the config."""
 
@@ -67,7 +67,7 @@ def layer_types(meta: Metadata, layers: int, every: int) -> list[str]:
     """
     pattern = meta.get("attention.sliding_window_pattern", every)
     if isinstance(pattern, list) and len(pattern) < layers:
-        raise CorruptModel(f"sliding_window_pattern names {len(pattern)} of {layers} layers", _AGAIN)
+        raise CorruptModel(f"sliding_window_pattern names {len(pattern)} of {layers} layers", _FETCH_AGAIN)
     windowed = pattern[:layers] if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
     return [SLIDING if window else FULL for window in windowed]
 
@@ -82,23 +82,23 @@ def has_part(meta: Metadata, part: str) -> bool:
     return f"blk.0.{part}.weight" in meta.file.tensors
 
 
-def by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
+def sizes_by_layer(value: Any, layers: int, least: int = 1) -> list[int]:
     """Return a size for each layer. The metadata may contain a single size for all layers. Raise `CorruptModel` if it
     contains anything else."""
     if not isinstance(value, list):
         return [int(value)] * layers
     if len(value) < layers or not all(isinstance(size, int) and least <= size < 2**24 for size in value):
-        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", _AGAIN)
+        raise CorruptModel(f"sizes of {layers} layers must be whole numbers, got {value!r:.80}", _FETCH_AGAIN)
     return value[:layers]
 
 
-def each_layer(meta: Metadata, config: Config, key: str) -> list[int]:
+def sizes_of_all_layers(meta: Metadata, config: Config, key: str) -> list[int]:
     """Return a size for each of the model's own layers, and 0 for layers without this part. Raise `CorruptModel` as
-    `by_layer` does."""
-    return by_layer(meta[key], config["num_hidden_layers"], 0)
+    `sizes_by_layer` does."""
+    return sizes_by_layer(meta[key], config["num_hidden_layers"], 0)
 
 
-def widest(value: Any) -> int:
+def largest_size(value: Any) -> int:
     """Return the largest size among all layers."""
     sizes = value if isinstance(value, list) else [value]
     return max((size for size in sizes if isinstance(size, int)), default=0)

@@ -88,7 +88,7 @@ class GGUFTensors(LazyTensors):
             return lambda rate: (-rate).log().flatten()
         if name.endswith(("conv1d.weight", ".conv.conv.weight", "shared_expert_gate.weight", *_FLAT)):
             return lambda weight: weight.view(self.shape(name))
-        if self._layout.shifted and _is_norm(name) and not name.endswith("linear_attn.norm.weight"):
+        if self._layout.norms_include_one and _is_norm(name) and not name.endswith("linear_attn.norm.weight"):
             return lambda weight: weight - 1
         if self._layout.interleaved and ".self_attn.q_proj." in name:
             return partial(unpair, heads=self._config["num_attention_heads"])
@@ -130,12 +130,12 @@ def _named(file: GGUFFile, layout: GGUFLayout, layers: int) -> dict[str, GGUFTen
 def _hf_names(name: str, tensor: GGUFTensor, layout: GGUFLayout) -> dict[str, GGUFTensor]:
     """Return a GGUF tensor under its Hugging Face name. A stack of experts becomes one tensor per expert. The result is
     empty for an unknown tensor."""
-    if top := layout.top.get(name) or _TOP.get(name):
+    if top := layout.top_level.get(name) or _TOP.get(name):
         return {top: tensor}
     block, _, rest = name.partition(".")
     layer, _, rest = rest.partition(".")
-    if block == "blk" and rest in layout.whole:
-        return {f"model.layers.{layer}.{layout.whole[rest]}": tensor}
+    if block == "blk" and rest in layout.exact_names:
+        return {f"model.layers.{layer}.{layout.exact_names[rest]}": tensor}
     part, _, kind = rest.rpartition(".")
     if block != "blk" or kind not in ("weight", "bias"):
         return {}

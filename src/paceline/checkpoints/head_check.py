@@ -14,7 +14,7 @@ from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, MedusaCo
 
 Shapes = dict[str, tuple[int, ...]]
 
-_AGAIN = "Fetch the head again"
+_FETCH_AGAIN = "Fetch the head again"
 _INTEGERS = (torch.int64, torch.int32, torch.bool, torch.uint8)
 MAPS = ("d2t", "t2d", "token_map")
 """Names of tensors that map the rows of a reduced vocabulary to the target's tokens."""
@@ -148,7 +148,7 @@ def check_tensors(where: Path, config: TrainableConfig, tensors: Mapping[str, Te
     _check_config(where, config)
     needed, allowed = shapes_of(config)
     if missing := [name for name in needed if name not in tensors]:
-        raise CorruptModel(f"the head {where} lacks {missing[0]}", _AGAIN)
+        raise CorruptModel(f"the head {where} lacks {missing[0]}", _FETCH_AGAIN)
     if unknown := [name for name in tensors if name not in needed and name not in allowed]:
         raise CorruptModel(
             f"the head {where} holds {unknown[0]}, which its config does not account for",
@@ -182,7 +182,7 @@ def _check_block(where: Path, c: BlockConfig) -> None:
     }
     for cause, found in wrong.items():
         if found:
-            raise CorruptModel(f"the head {where} {cause}", _AGAIN)
+            raise CorruptModel(f"the head {where} {cause}", _FETCH_AGAIN)
 
 
 def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -193,7 +193,7 @@ def _check_tensor(where: Path, name: str, tensor: Tensor, shape: tuple[int, ...]
         )
     if name in MAPS:
         if tensor.dtype not in _INTEGERS:
-            raise CorruptModel(f"{name} of the head {where} must hold integers, got {tensor.dtype}", _AGAIN)
+            raise CorruptModel(f"{name} of the head {where} must hold integers, got {tensor.dtype}", _FETCH_AGAIN)
     elif tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModel(
             f"{name} of the head {where} is stored as {tensor.dtype}", "Use a head in bfloat16, float16 or float32"
@@ -209,15 +209,15 @@ def _check_maps(where: Path, config: TrainableConfig, tensors: Mapping[str, Tens
         targets = torch.arange(config.draft_vocab) + tensors["d2t"]
         _check_targets(f"d2t of the head {where}", targets, config.layer.vocab_size)
         if not targets.diff().gt(0).all():
-            raise CorruptModel(f"d2t of the head {where} is not in ascending order", _AGAIN)
+            raise CorruptModel(f"d2t of the head {where} is not in ascending order", _FETCH_AGAIN)
         if not torch.equal(targets, tensors["t2d"].nonzero().flatten()):
-            raise CorruptModel(f"d2t and t2d of the head {where} name different tokens", _AGAIN)
+            raise CorruptModel(f"d2t and t2d of the head {where} name different tokens", _FETCH_AGAIN)
     if "token_map" in tensors and isinstance(config, MedusaConfig):
         _check_targets(f"token_map of the head {where}", tensors["token_map"], config.vocab_size)
 
 
 def _check_targets(name: str, targets: Tensor, vocab: int) -> None:
     if outside := targets[(targets < 0) | (targets >= vocab)].tolist():
-        raise CorruptModel(f"{name} names token {outside[0]}, outside the vocabulary of {vocab} tokens", _AGAIN)
+        raise CorruptModel(f"{name} names token {outside[0]}, outside the vocabulary of {vocab} tokens", _FETCH_AGAIN)
     if len(targets.unique()) < len(targets):
-        raise CorruptModel(f"{name} names a token twice", _AGAIN)
+        raise CorruptModel(f"{name} names a token twice", _FETCH_AGAIN)

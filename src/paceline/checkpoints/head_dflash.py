@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
+from paceline.checkpoints.head_folder import HeadFolder, Raw, ReadHead, Tensors
 from paceline.checkpoints.model_config import read_config
 from paceline.errors import UnsupportedModel
 from paceline.models.config import ModelConfig
@@ -28,7 +28,7 @@ _NESTED = (*_DSPARK, *DFLASH2.values())
 """Keys of DSpark and DFlash 2 that may also be at the top level of the config, next to the layers' keys."""
 
 
-def read_dflash(folder: HeadFolder) -> Found:
+def read_dflash(folder: HeadFolder) -> ReadHead:
     """Read z-lab's layout, including the keys that vLLM's `qwen3_dflash.py` adds, and DeepSpec's layout of DSpark.
 
     DSpark's own keys may be at the top level or in one of the nested objects.
@@ -78,7 +78,7 @@ def _dflash2(folder: HeadFolder, config: BlockConfig, nested: Raw) -> BlockConfi
     return replace(config, **numbers)
 
 
-def read_speculators_dflash(folder: HeadFolder) -> Found:
+def read_speculators_dflash(folder: HeadFolder) -> ReadHead:
     raw = folder.raw
     layer = block_layer({"model_type": "qwen3", **raw["transformer_layer_config"]})
     _refuse_dflash(folder, raw, sliding=False)

@@ -21,7 +21,7 @@ from paceline.checkpoints.checkpoint import open_weights
 from paceline.checkpoints.head_check import MAPS, check_tensors
 from paceline.checkpoints.head_codes import decode
 from paceline.checkpoints.head_dflash import read_dflash, read_speculators_dflash
-from paceline.checkpoints.head_folder import Found, HeadFolder, Raw, Tensors
+from paceline.checkpoints.head_folder import HeadFolder, Raw, ReadHead, Tensors
 from paceline.checkpoints.head_gguf import is_head_gguf, open_head_gguf
 from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import open_mtp
@@ -33,13 +33,13 @@ from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig, EagleConfig, ExitConfig, HeadFile, MedusaConfig, TrainableConfig
 from paceline.types import Tap
 
-_AGAIN = "Fetch the head again"
+_FETCH_AGAIN = "Fetch the head again"
 _MEDUSA_FILE = "medusa_lm_head"
 
 EAGLE_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """EAGLE-3 settings with the same names in files and in `EagleConfig`."""
 
-_UNUSED = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
+_UNUSED_TENSORS = re.compile(r".*rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight|lm_head_mask")
 """Names of tensors that some files contain, but no head needs."""
 
 
@@ -85,9 +85,9 @@ def open_head(
     try:
         layout, config, tensors = reader(folder)
     except KeyError as missing:
-        raise CorruptModel(f"config.json of the head {path} lacks {missing}", _AGAIN) from missing
+        raise CorruptModel(f"config.json of the head {path} lacks {missing}", _FETCH_AGAIN) from missing
     extra = dict(raw.get("paceline") or {})
-    whole = decode(complete(config, tensors), extra)
+    whole = decode(complete_token_maps(config, tensors), extra)
     check_tensors(path, config, whole)
     target, layers = extra.pop("target", None), extra.pop("target_layers", raw.get("num_target_layers"))
     for known in ("kind", "paths", "matrices"):  # these are already part of `config` and `tensors`
@@ -96,7 +96,7 @@ def open_head(
     return HeadFile(path, layout, config, whole, target, layers, extra)
 
 
-def complete(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
+def complete_token_maps(config: TrainableConfig, tensors: Mapping[str, Tensor]) -> Tensors:
     """Convert token maps to int64 and bool, and return the tensors. If one of d2t and t2d is missing, derive it from
     the other.
 
@@ -151,7 +151,7 @@ def _verifier(raw: Raw) -> Raw:
     return (raw.get("speculators_config") or {}).get("verifier") or {}
 
 
-def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], Found] | None:
+def _reader(path: Path, raw: Raw) -> Callable[[HeadFolder], ReadHead] | None:
     """Return the reader for a folder's layout, or None if the folder does not hold a head. Raise `UnsupportedModel` if
     the head's type is not supported."""
     names = " ".join(map(str, raw.get("architectures") or [])).lower()
@@ -197,7 +197,7 @@ def _tensors(path: Path, allow_pickle: bool) -> Tensors:
     if _medusa_file(path):
         names = (_MEDUSA_FILE + ".safetensors", _MEDUSA_FILE + ".pt")
     found = open_weights(path, *names, allow_pickle)
-    return {name: found[name] for name in found if not _UNUSED.fullmatch(name)}
+    return {name: found[name] for name in found if not _UNUSED_TENSORS.fullmatch(name)}
 
 
 # --- EAGLE
@@ -214,7 +214,7 @@ def _eagle_tensors(folder: HeadFolder) -> Tensors:
     return {name: x for name, x in named.items() if not re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name)}
 
 
-def _read_speculators_eagle3(folder: HeadFolder) -> Found:
+def _read_speculators_eagle3(folder: HeadFolder) -> ReadHead:
     raw = folder.raw
     layer = _eagle_layers(folder, raw["transformer_layer_config"])
     config = _eagle3(folder, layer, tuple(raw.get("eagle_aux_hidden_state_layer_ids") or ()))
@@ -223,7 +223,7 @@ def _read_speculators_eagle3(folder: HeadFolder) -> Found:
     return "speculators", config, _eagle_tensors(folder)
 
 
-def _read_eagle(folder: HeadFolder) -> Found:
+def _read_eagle(folder: HeadFolder) -> ReadHead:
     """Read the layout of the reference, SGLang and SpecForge. EAGLE-1 and 2 differ from EAGLE-3 in that they have no
     `hidden_norm`."""
     raw = folder.raw
@@ -245,7 +245,7 @@ def _read_eagle(folder: HeadFolder) -> Found:
             "Use a head that reads several layers",
         )
     if "lm_head.weight" not in tensors:  # only the layout of speculators allows a missing head
-        raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _AGAIN)
+        raise CorruptModel(f"the head {folder.path} lacks lm_head.weight", _FETCH_AGAIN)
     key = "eagle_aux_hidden_state_layer_ids"
     taps = raw.get(key) or [x + 1 for x in nested.get(key) or ()]
     return layout, _eagle3(folder, layer, tuple(taps)), tensors
@@ -283,7 +283,7 @@ def _eagle_layers(folder: HeadFolder, raw: Raw) -> ModelConfig:
 # --- Medusa
 
 
-def _read_medusa_reference(folder: HeadFolder) -> Found:
+def _read_medusa_reference(folder: HeadFolder) -> ReadHead:
     """Read a head's layers, `{head}.{layer}.linear.{weight,bias}`, and its output head, which comes after its last
     layer.
 
@@ -294,13 +294,13 @@ def _read_medusa_reference(folder: HeadFolder) -> Found:
     for name, tensor in folder.tensors.items():
         found = re.fullmatch(r"(?:medusa_head\.)?(\d+)\.(\d+)(\.linear)?\.(weight|bias)", name)
         if not found:
-            raise CorruptModel(f"the Medusa head {folder.path} holds the unknown tensor {name}", _AGAIN)
+            raise CorruptModel(f"the Medusa head {folder.path} holds the unknown tensor {name}", _FETCH_AGAIN)
         head, layer, linear, part = found.groups()
         tensors[f"blocks.{head}.layers.{layer}.{part}" if linear else f"lm_heads.{head}.{part}"] = tensor
     return "reference", _medusa(folder, tensors, shared=False), tensors
 
 
-def _read_medusa(folder: HeadFolder) -> Found:
+def _read_medusa(folder: HeadFolder) -> ReadHead:
     """Read vLLM's layout or Paceline's. In Paceline's layout, the heads may share the target's output head."""
     tensors = {name.replace("medusa_heads.", ""): tensor for name, tensor in folder.tensors.items()}
     shared = not any(name.startswith("lm_head") for name in tensors)
@@ -323,7 +323,7 @@ def _medusa(folder: HeadFolder, tensors: Tensors, shared: bool) -> MedusaConfig:
     # are only N blocks, so the loop ends there.
     for head, layer in (divmod(i, layers) for i in range(min(heads * layers, len(places) + 1))):
         if (head, layer) not in places:
-            raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _AGAIN)
+            raise CorruptModel(f"the Medusa head {folder.path} lacks blocks.{head}.layers.{layer}.weight", _FETCH_AGAIN)
     rows = len(next((x for name, x in tensors.items() if name.startswith("lm_head")), ())) or None
     vocab = folder.number("vocab_size", {"vocab_size": rows, **folder.raw})
     return MedusaConfig(
@@ -340,12 +340,12 @@ def _medusa(folder: HeadFolder, tensors: Tensors, shared: bool) -> MedusaConfig:
 # --- early exit
 
 
-def _read_exit(folder: HeadFolder) -> Found:
+def _read_exit(folder: HeadFolder) -> ReadHead:
     config = ExitConfig(folder.number("hidden_size"), folder.number("layers"), folder.number("rank"))
     return "paceline", config, folder.tensors
 
 
-_SPECULATORS: dict[str, Callable[[HeadFolder], Found]] = {
+_SPECULATORS: dict[str, Callable[[HeadFolder], ReadHead]] = {
     "eagle3": _read_speculators_eagle3,
     "peagle": _read_speculators_eagle3,
     "dflash": read_speculators_dflash,

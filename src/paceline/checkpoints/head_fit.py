@@ -29,11 +29,11 @@ from paceline.text.tokenizer import Tokenizer
 from paceline.types import Tap
 
 _ROWS, _COLUMNS = 16, 64
-_ALIKE = 0.125
+_MAX_FLIPPED_SIGNS = 0.125
 """Maximum share of signs that may differ between two versions of the same model. Quantisation and light tuning flip a
 few per cent of the signs. Another training run flips half of them."""
 
-_PADDING = re.compile(r"\[PAD\d+\]")
+_PADDING_TOKEN = re.compile(r"\[PAD\d+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Sizes:
     layers: int
 
 
-def host_of(target: Loaded) -> TargetWithHead:
+def as_host(target: Loaded) -> TargetWithHead:
     """Return the target as the host of a learned drafter. Raise `UnsupportedModel` if it cannot host one."""
     if not isinstance(target.target, TargetWithHead):
         raise UnsupportedModel(
@@ -60,12 +60,12 @@ def sizes_of(target: Loaded | ModelConfig) -> Sizes:
     """Return a target's sizes. Raise `UnsupportedModel` if it cannot host a learned drafter."""
     if isinstance(target, ModelConfig):
         return Sizes(target.hidden, target.vocab_size, target.layers)
-    ends = host_of(target)
+    ends = as_host(target)
     hidden = ends.embed(torch.zeros(1, dtype=torch.long, device=target.target.device)).shape[-1]
     return Sizes(hidden, target.target.vocab_size, ends.layers)
 
 
-def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
+def fit_to_target(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
     """Check that a head fits a target. Return the head, with EAGLE-3's default taps {2, L // 2, L - 3} filled in if it
     names none.
 
@@ -74,27 +74,27 @@ def fits(head: HeadFile, target: Loaded | ModelConfig) -> HeadFile:
         UnsupportedModel: If the target cannot host a learned drafter.
     """
     sizes, config = sizes_of(target), head.config
-    hidden, vocab = _expects(config)
+    hidden, vocab = _expected_sizes(config)
     for what, ours, theirs in (("hidden size", hidden, sizes.hidden), ("vocabulary", vocab, sizes.vocab)):
         if ours is not None and ours != theirs:
-            raise _misfit(head, f"a {what} of {ours}, and this target has {theirs}")
+            raise _mismatch(head, f"a {what} of {ours}, and this target has {theirs}")
     if head.target_layers not in (None, sizes.layers):
-        raise _misfit(head, f"a target of {head.target_layers} layers, and this one has {sizes.layers}")
+        raise _mismatch(head, f"a target of {head.target_layers} layers, and this one has {sizes.layers}")
     if isinstance(config, EagleConfig) and not config.taps:
         taps: tuple[Tap, ...] = (2, sizes.layers // 2, sizes.layers - 3)
         if sizes.layers < 6:
-            raise _misfit(head, f"taps (2, L // 2, L - 3), and this target has {sizes.layers} layers")
+            raise _mismatch(head, f"taps (2, L // 2, L - 3), and this target has {sizes.layers} layers")
         config = replace(config, taps=taps)
     last = sizes.layers - (kind_of(config) != "mtp")  # MiMo's MTP layer reads the stream after the last layer
     beyond = [tap for tap in taps_of(config) if tap != "final" and tap > last]
     if beyond:
-        raise _misfit(
+        raise _mismatch(
             head, f"the stream entering layer {beyond[0]}, and this target has {sizes.layers} layers (from 0)"
         )
     return replace(head, config=config)
 
 
-def _expects(config: HeadConfig) -> tuple[int, int | None]:
+def _expected_sizes(config: HeadConfig) -> tuple[int, int | None]:
     """Return the hidden size and the vocabulary size that the head expects of its target."""
     if isinstance(config, (EagleConfig, AssistantConfig)):
         return config.target_hidden, config.layer.vocab_size
@@ -103,14 +103,14 @@ def _expects(config: HeadConfig) -> tuple[int, int | None]:
     return config.hidden, config.vocab_size if isinstance(config, MedusaConfig) else None
 
 
-def _misfit(head: HeadFile, difference: str) -> HeadMismatch:
+def _mismatch(head: HeadFile, difference: str) -> HeadMismatch:
     made = f"It was trained for {head.target}. Use it with that model" if head.target else "Use it with its own model"
     return HeadMismatch(f"the head {head.path} does not fit this target: it expects {difference}", made)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the vocabulary as token -> id, without the padding tokens that GGUF converters add."""
-    return {t: i for t, i in tokenizer.vocabulary.items() if not _PADDING.fullmatch(t)}
+    return {t: i for t, i in tokenizer.vocabulary.items() if not _PADDING_TOKEN.fullmatch(t)}
 
 
 def fingerprint(target: Loaded) -> str:
@@ -123,7 +123,7 @@ def fingerprint(target: Loaded) -> str:
     vocabulary, sizes = vocabulary_of(target.tokenizer), sizes_of(target)
     text = repr((sizes.hidden, sizes.layers, sorted(vocabulary.items())))
     rows = torch.linspace(0, max(vocabulary.values(), default=0), _ROWS, device=target.target.device).long()
-    signs = host_of(target).embed(rows)[:, :_COLUMNS] > 0
+    signs = as_host(target).embed(rows)[:, :_COLUMNS] > 0
     bits = "".join("01"[int(bit)] for bit in signs.flatten().tolist())
     return f"{sha256(text.encode()).hexdigest()[:32]}:{int(bits, 2):0{len(bits) // 4}x}"
 
@@ -134,14 +134,14 @@ def same_target(one: str, other: str) -> bool:
     (tokens, signs), (tokens2, signs2) = one.split(":"), other.split(":")
     if tokens != tokens2 or len(signs) != len(signs2):
         return False
-    return bin(int(signs, 16) ^ int(signs2, 16)).count("1") <= _ALIKE * 4 * len(signs)
+    return bin(int(signs, 16) ^ int(signs2, 16)).count("1") <= _MAX_FLIPPED_SIGNS * 4 * len(signs)
 
 
-TRAINED = Path(__file__).parents[1] / "trained"
+SHIPPED_HEADS = Path(__file__).parents[1] / "trained"
 """Folder with the heads that ship with Paceline."""
 
 
-def shipped(kind: str, target: Loaded) -> Path | None:
+def shipped_head(kind: str, target: Loaded) -> Path | None:
     """Return the folder of the shipped head for this target, or None if there is none. The head is found by its
     fingerprint.
 
@@ -154,7 +154,7 @@ def shipped(kind: str, target: Loaded) -> Path | None:
     if kind == "mtp":
         return target.path if target.has_mtp else None
     ours = ""
-    for path in sorted(TRAINED.glob("*/config.json")):
+    for path in sorted(SHIPPED_HEADS.glob("*/config.json")):
         extra = read_json(path, HEAD).get("paceline") or {}
         if extra.get("kind") == kind and "fingerprint" in extra:
             ours = ours or fingerprint(target)

@@ -33,5 +33,5 @@ class HeadFolder:
         return value
 
 
-Found = tuple[str, TrainableConfig, Tensors]
+ReadHead = tuple[str, TrainableConfig, Tensors]
 """A head as its reader returns it: the name of its layout, its config, and its tensors by canonical name."""

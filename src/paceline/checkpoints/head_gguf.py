@@ -23,7 +23,13 @@ from paceline.models.heads import BlockConfig, EagleConfig, HeadConfig, HeadFile
 from paceline.models.lazy import Renamed
 from paceline.types import Tap
 
-_STRANGE = ("logit_scale", "embedding_scale", "attention.scale", "attention.value_scale", "final_logit_softcapping")
+_UNSUPPORTED_KEYS = (
+    "logit_scale",
+    "embedding_scale",
+    "attention.scale",
+    "attention.value_scale",
+    "final_logit_softcapping",
+)
 """Metadata keys that only unsupported variants of these drafters have."""
 
 
@@ -62,8 +68,8 @@ def open_head_gguf(path: Path) -> HeadFile | None:
     return HeadFile(path, "llama.cpp", config, tensors)
 
 
-def _refuse_strange(meta: Metadata) -> None:
-    if strange := [key for key in _STRANGE if meta.get(key, 1) not in (0, 1)]:
+def _refuse_unsupported_keys(meta: Metadata) -> None:
+    if strange := [key for key in _UNSUPPORTED_KEYS if meta.get(key, 1) not in (0, 1)]:
         raise UnsupportedModel(
             f"{meta.file.path.name} is a drafter with {', '.join(strange)}, which is not supported",
             "Use a drafter without this",
@@ -71,12 +77,12 @@ def _refuse_strange(meta: Metadata) -> None:
 
 
 def _eagle3_metadata(meta: Metadata, config: Config) -> Config:
-    _refuse_strange(meta)
+    _refuse_unsupported_keys(meta)
     return {"model_type": "llama"}
 
 
 def _dflash_metadata(meta: Metadata, config: Config) -> Config:
-    _refuse_strange(meta)
+    _refuse_unsupported_keys(meta)
     window = meta.get("attention.sliding_window", 0)
     kinds = layer_types(meta, meta["block_count"], 1)
     return {"model_type": "qwen3", "use_sliding_window": bool(window), "layer_types": kinds if window else None}
@@ -133,14 +139,14 @@ def _width(tensors: Renamed, name: str) -> int:
 _EAGLE3 = GGUFLayout(
     "eagle3",
     {**LAYER, "attn_norm_2": "hidden_norm"},
-    top={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
+    top_level={"fc.weight": "fc.weight", "enc.output_norm.weight": "input_norm.weight", "d2t": "d2t"},
     interleaved=True,
     read=_eagle3_metadata,
 )
 _DFLASH = GGUFLayout(
     "dflash",
     {**LAYER, **QK_NORMS},
-    top={
+    top_level={
         "fc.weight": "fc.weight",
         "enc.output_norm.weight": "hidden_norm.weight",
         "d2t": "d2t",

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.checkpoints import head_codes
 from paceline.checkpoints.head_check import check_tensors
 from paceline.checkpoints.head_dflash import DFLASH2
-from paceline.checkpoints.head_files import EAGLE_FLAGS, complete, holds_head
+from paceline.checkpoints.head_files import EAGLE_FLAGS, complete_token_maps, holds_head
 from paceline.checkpoints.layer_plans import FULL, SLIDING
 from paceline.errors import CannotWrite, InvalidOption
 from paceline.models.config import ModelConfig
@@ -37,7 +37,7 @@ _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: 
 _SPECULATORS_VERSION = "0.9.0"
 """The release of `speculators` that defines the fields that are written."""
 
-_PROPOSED = 5
+_DEFAULT_DRAFT_LENGTH = 5
 """Default draft length, in tokens. It is stored for other programs, whose users can change it."""
 
 
@@ -60,7 +60,7 @@ def write_head(folder: str | Path, head: HeadFile, bits: int = 16) -> Path:
     if isinstance(head.config, AssistantConfig):
         raise InvalidOption("Gemma 4's assistants can be read but not written", "Copy the folder instead")
     folder = Path(folder).expanduser()
-    tensors = complete(head.config, head.tensors)
+    tensors = complete_token_maps(head.config, head.tensors)
     check_tensors(folder, head.config, tensors)
     extra = {"kind": kind_of(head.config), "target": head.target, "target_layers": head.target_layers, **head.extra}
     extra["matrices"] = head_codes.FORMAT if bits == 4 else None
@@ -198,7 +198,7 @@ def _eagle3(head: HeadFile, c: EagleConfig, tensors: Tensors) -> Raw:
     """
     _refuse({"EAGLE-1 and 2": c.version != 3, "P-EAGLE": c.mask_token is not None})
     _refuse({"windows": any(x.window for x in c.layer.plan)})
-    return _speculators(head, "eagle3", "Eagle3Speculator", _PROPOSED, tensors) | {
+    return _speculators(head, "eagle3", "Eagle3Speculator", _DEFAULT_DRAFT_LENGTH, tensors) | {
         "transformer_layer_config": _layer_fields(c.layer, "qwen3" if c.layer.norms.heads else "llama", tensors),
         "draft_vocab_size": c.draft_vocab,
         "target_hidden_size": None if c.target_hidden == c.layer.hidden else c.target_hidden,

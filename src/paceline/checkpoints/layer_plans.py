@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT
+from paceline.files.schema import FIX_INVALID_FILE
 from paceline.models.config import LayerConfig, ModelConfig, RopeConfig
 
 Raw = Mapping[str, Any]
@@ -42,22 +42,22 @@ def read_types(
             f"Use a model whose layers are {' or '.join(known)}",
         )
     if len(types) != base.layers:
-        raise CorruptModel(f"{key} names {len(types)} of {base.layers} layers", CORRECT)
+        raise CorruptModel(f"{key} names {len(types)} of {base.layers} layers", FIX_INVALID_FILE)
     return types
 
 
 def windows_everywhere(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add the sliding window, if there is one, to every layer (Mistral, Phi-3)."""
-    return layered(base, [raw.get("sliding_window")] * base.layers)
+    return with_layers(base, [raw.get("sliding_window")] * base.layers)
 
 
 def windows_by_type(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add windows by `layer_types`. By default, all layers have the sliding window, if there is one (Ministral)."""
     window = raw.get("sliding_window")
-    return layered(base, layer_windows(raw, base, window, lambda i: window is not None))
+    return with_layers(base, layer_windows(raw, base, window, lambda i: window is not None))
 
 
-def windows_but_every(
+def windows_except_every(
     raw: Raw, base: ModelConfig, every: int, near: RopeConfig | None, far: RopeConfig | None
 ) -> ModelConfig:
     """Add windows by `layer_types`. By default, every layer has a sliding window, except every `every`-th layer.
@@ -70,7 +70,7 @@ def windows_but_every(
         far: The rotary embedding of layers without a window.
     """
     windows = layer_windows(raw, base, raw["sliding_window"], lambda i: (i + 1) % every != 0)
-    return layered(base, windows, [near if window else far for window in windows])
+    return with_layers(base, windows, [near if window else far for window in windows])
 
 
 def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Callable[[int], bool]) -> list[int | None]:
@@ -78,7 +78,7 @@ def layer_windows(raw: Raw, base: ModelConfig, window: int | None, default: Call
     `default`."""
     types = read_types(raw.get("layer_types"), base, (FULL, SLIDING), lambda i: SLIDING if default(i) else FULL)
     if window is None and SLIDING in types:
-        raise CorruptModel("layer_types names sliding layers, but the config has no sliding_window", CORRECT)
+        raise CorruptModel("layer_types names sliding layers, but the config has no sliding_window", FIX_INVALID_FILE)
     return [window if kind == SLIDING else None for kind in types]
 
 
@@ -94,11 +94,11 @@ def rotates_by_interval(raw: Raw, base: ModelConfig) -> list[bool]:
     every = raw["no_rope_layer_interval"]
     rotates = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(base.layers)]
     if len(rotates) < base.layers:
-        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", CORRECT)
+        raise CorruptModel(f"no_rope_layers names {len(rotates)} of {base.layers} layers", FIX_INVALID_FILE)
     return [bool(one) for one in rotates[: base.layers]]
 
 
-def layered(
+def with_layers(
     base: ModelConfig,
     windows: Sequence[int | None],
     ropes: Sequence[RopeConfig | None] | None = None,

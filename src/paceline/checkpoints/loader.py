@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.cache.kv_types import KVType, check_kv_type, kv_dtype
 from paceline.checkpoints.adapters import Adapter, read_factors
 from paceline.checkpoints.checkpoint import Checkpoint, eos_token_ids
-from paceline.checkpoints.lora import Merged, open_model
+from paceline.checkpoints.lora import MergedTensors, open_model
 from paceline.checkpoints.model_config import read_config
 from paceline.checkpoints.mtp import has_mtp
 from paceline.checkpoints.registry import FAMILIES
@@ -134,14 +134,14 @@ def load_model(
     stored = _stored_type(kv_type, kind, config is not None, [where, *map(pick_device, parts or ())])
     with place.in_turn():
         factors = [read_factors(name, one, checkpoint.config, **fetch) for name, one in (adapters or {}).items()]
-    mode = weights_held(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
+    mode = held_precision(config, checkpoint.tensors, quantize, dtype, where, drafts=head_tokens is not None)
     tensors = Quantised(checkpoint.tensors, mode, requantise=head_tokens is not None) if mode else checkpoint.tensors
     reduces = head_tokens if where.type == "cpu" else None
     kept = reduces(checkpoint.tokenizer, config.vocab_size) if reduces and config else None
     too_large = memory_named(f"{reference} does not fit on {where} in {kind}", "Use a smaller dtype or model")
     with too_large, progress_bar(f"loading {reference}", progress) as advance:
         if config is None:
-            target: Target = _through_transformers(checkpoint, kind, where)
+            target: Target = _transformers_target(checkpoint, kind, where)
         else:
             target = place.decoder(config, tensors, mode, kind, stored, factors, kept, exact, advance)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation, checkpoint.tokenizer)
@@ -194,7 +194,7 @@ class _LoadDevices:
         arguments."""
         if self.mirror:
             return DividedDecoder(config, tensors, dtype, self.first, advance, self.mirror, adapters, kv_dtype)
-        devices = () if self.parts is None else _placed(self.parts, config, tensors, mode, dtype)
+        devices = () if self.parts is None else _placement(self.parts, config, tensors, mode, dtype)
         first, make = (devices or (self.first,))[0], _decoder(exact, self.first)
         return make(config, tensors, dtype, first, advance, head_tokens, adapters, devices, kv_dtype)
 
@@ -251,7 +251,7 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
         )
 
 
-def _placed(
+def _placement(
     parts: Mapping[str, int | None],
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
@@ -319,7 +319,7 @@ def _stored_type(kv_type: KVType, dtype: torch.dtype, native: bool, devices: Seq
     return stored
 
 
-def weights_held(
+def held_precision(
     config: ModelConfig | None,
     tensors: Mapping[str, Tensor],
     quantize: Precision,
@@ -330,7 +330,7 @@ def weights_held(
     """Return how float matrices are quantised, or None if they are not quantised.
 
     By default, a GGUF file keeps its own codes, which are smaller than floats, and faster if there are kernels for
-    them. A draft model is quantised to 4 bits if there are kernels. This is the fastest precision that keeps 97 % of
+    them. A draft model is quantised to 4 bits if there are kernels. This is the fastest precision that keeps 97% of
     the acceptance (benchmarks/results/2026-11-23-drafts.md).
 
     Args:
@@ -400,10 +400,10 @@ def _check_other(checkpoint: Checkpoint, ours: UnsupportedModel) -> None:
         raise UnsupportedModel(f"{ours.cause}, and {error.cause}", ours.fix) from error
 
 
-def _through_transformers(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
+def _transformers_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
     from paceline.models.transformers import from_pretrained
 
-    if isinstance(checkpoint.tensors, Merged):
+    if isinstance(checkpoint.tensors, MergedTensors):
         raise UnsupportedModel(
             f"{checkpoint.path} runs through transformers, where a LoRA adapter is not merged at load",
             "Merge it with peft's merge_and_unload, and load the result",

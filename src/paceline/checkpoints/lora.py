@@ -21,20 +21,20 @@ from paceline.checkpoints.tensor_names import module_name
 from paceline.errors import AdapterMismatch, CorruptModel, InvalidOption, ModelNotFound, UnsupportedModel
 from paceline.files.locate import ADAPTER_CONFIG, is_adapter, resolve
 from paceline.files.reading import library_errors, read_json
-from paceline.files.schema import ADAPTER, shown
+from paceline.files.schema import ADAPTER, format_value
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
 from paceline.models.lazy import LazyTensors, codes_of, shape_of, stored_of
 from paceline.text.tokenizer import Tokenizer
 
 _PREFIX = "base_model.model."
-_AGAIN = "Fetch the adapter again"
+_FETCH_AGAIN = "Fetch the adapter again"
 
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)((?:\.[^.]+){0,2})")
 """A tensor name: the module, the part, and the rest. In some files, the rest begins with the adapter's name
 ("default"). In most files, it ends with "weight" or "bias"."""
 
-_MAX_COSTS, _LONGEST_PATTERN = 3, 256
+_MAX_REPETITIONS, _MAX_PATTERN_LENGTH = 3, 256
 """Maximum number of groups and repetitions in a pattern, and its maximum length. They bound the time that it takes to
 match untrusted patterns."""
 
@@ -74,7 +74,7 @@ class MergeRules:
         raw = read_json(path / ADAPTER_CONFIG, ADAPTER)
         _refuse_other_kinds(path, raw)
         if missing := [key for key in ("r", "lora_alpha") if key not in raw]:
-            raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _AGAIN)
+            raise CorruptModel(f"{path / ADAPTER_CONFIG} lacks {missing[0]}", _FETCH_AGAIN)
         self._rank, self._alpha, self._rank_stabilised = raw["r"], raw["lora_alpha"], raw.get("use_rslora")
         self._ranks = _patterns(path, raw.get("rank_pattern"))
         self._alphas = _patterns(path, raw.get("alpha_pattern"))
@@ -108,14 +108,19 @@ def _patterns(path: Path, given: Mapping[str, float] | None) -> Patterns:
     """
     found = []
     for pattern, value in (given or {}).items():
-        plain = pattern.replace("(?:", "(")
+        plain, shown = pattern.replace("(?:", "("), format_value(pattern)
         costs = len(re.findall(r"[*+?{(]", plain))
-        if costs > _MAX_COSTS or "(?" in plain or re.search(r"\)[*+?{]", plain) or len(plain) > _LONGEST_PATTERN:
+        if (
+            costs > _MAX_REPETITIONS
+            or "(?" in plain
+            or re.search(r"\)[*+?{]", plain)
+            or len(plain) > _MAX_PATTERN_LENGTH
+        ):
             raise UnsupportedModel(
-                f"{path / ADAPTER_CONFIG} uses the pattern {shown(pattern)}, which could take very long to match",
-                f"Name the modules, or use at most {_MAX_COSTS} groups and repetitions, and no repeated group",
+                f"{path / ADAPTER_CONFIG} uses the pattern {shown}, which could take very long to match",
+                f"Name the modules, or use at most {_MAX_REPETITIONS} groups and repetitions, and no repeated group",
             )
-        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown(pattern)}", _AGAIN):
+        with library_errors(f"{path / ADAPTER_CONFIG} holds the pattern {shown}", _FETCH_AGAIN):
             found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
     return tuple(found)
 
@@ -145,7 +150,7 @@ class LoraAdapter:
     Attributes:
         changes: Module -> part ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
             "bias") -> name in the file.
-        whole: Name of a base model's tensor -> name, in the adapter's file, of the tensor that replaces it.
+        replacements: Name of a base model's tensor -> name, in the adapter's file, of the tensor that replaces it.
     """
 
     def __init__(self, path: Path, base: Mapping[str, Any], *, allow_pickle: bool = False) -> None:
@@ -164,7 +169,7 @@ class LoraAdapter:
         self.path, self.rules = path, MergeRules(path)
         self.tensors = open_weights(path, "adapter_model.safetensors", "adapter_model.bin", allow_pickle)
         self.changes: dict[str, dict[str, str]] = {}
-        self.whole: dict[str, str] = {}
+        self.replacements: dict[str, str] = {}
         self._trained: dict[str, str] = {}
         """Module -> its name in the adapter's files. The patterns in the config refer to these names."""
         for key in self.tensors:
@@ -176,9 +181,9 @@ class LoraAdapter:
                 self.changes.setdefault(module, {})["bias" if rest.endswith(".bias") else part] = key
             elif ".original_module." not in name:  # skip the original version of a replaced tensor
                 module, _, kind = _WRAPPED.sub("", name).rpartition(".")
-                self.whole[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
+                self.replacements[f"{self._own_name(module, base)}.{kind}".removeprefix(".")] = key
         if not self.changes:
-            raise CorruptModel(f"the adapter {path} holds no LoRA weights", _AGAIN)
+            raise CorruptModel(f"the adapter {path} holds no LoRA weights", _FETCH_AGAIN)
         for module in self.changes:
             self.factors(module)
 
@@ -201,10 +206,10 @@ class LoraAdapter:
         parts = self.changes[module]
         kind = "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
         if missing := [kind + side for side in "AB" if kind + side not in parts]:
-            raise CorruptModel(f"the adapter {self.path} holds no {missing[0]} for {module}", _AGAIN)
+            raise CorruptModel(f"the adapter {self.path} holds no {missing[0]} for {module}", _FETCH_AGAIN)
         if ("lora_magnitude_vector" in parts) != self.rules.dora:
             problem = "holds no" if self.rules.dora else "without use_dora holds a"
-            raise CorruptModel(f"the adapter {self.path} {problem} lora_magnitude_vector for {module}", _AGAIN)
+            raise CorruptModel(f"the adapter {self.path} {problem} lora_magnitude_vector for {module}", _FETCH_AGAIN)
         a, b = self.tensors[parts[kind + "A"]], self.tensors[parts[kind + "B"]]
         rank = self.rules.rank_of(self._trained[module])
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
@@ -225,8 +230,8 @@ class LoraAdapter:
         kinds = {"bias": "has biases of its own", "lora_embedding_A": "changes an embedding"}
         kinds["lora_magnitude_vector"] = "is weight-decomposed (DoRA)"
         reasons = [reason for part, reason in kinds.items() if part in parts]
-        if self.whole:
-            reasons.append(f"replaces {next(iter(self.whole))}")
+        if self.replacements:
+            reasons.append(f"replaces {next(iter(self.replacements))}")
         if reasons:
             raise UnsupportedModel(
                 f"the adapter {self.path} {' and '.join(reasons)}, which must be the same for all rows of a pass",
@@ -238,7 +243,7 @@ class LoraAdapter:
             found[module] = a, b * self.scale_of(module)
         return found
 
-    def misfit(self, name: str, shapes: str) -> AdapterMismatch:
+    def mismatch(self, name: str, shapes: str) -> AdapterMismatch:
         """Return the error for a base model that the adapter does not fit at the tensor or module `name`."""
         return AdapterMismatch(
             f"the adapter {self.path} does not fit its base model at {name}: {shapes}",
@@ -246,7 +251,7 @@ class LoraAdapter:
         )
 
 
-class Merged(LazyTensors):
+class MergedTensors(LazyTensors):
     """A base model's tensors. Each access merges the adapter into a tensor, in float32 or wider."""
 
     def __init__(self, base: Mapping[str, Tensor], adapter: LoraAdapter, *, untied: bool) -> None:
@@ -275,7 +280,7 @@ class Merged(LazyTensors):
         return None if self._changed(name) else stored_of(self._base, name)
 
     def _changed(self, name: str) -> bool:
-        changed = name in self._adapter.whole or name.rpartition(".")[0] in self._adapter.changes
+        changed = name in self._adapter.replacements or name.rpartition(".")[0] in self._adapter.changes
         return changed or (name == HEAD and self._untied)
 
     def mostly_codes(self) -> bool:
@@ -284,22 +289,22 @@ class Merged(LazyTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. It is the shape in the base model, unless the adapter replaces the tensor."""
         source = EMBEDDING if name == HEAD and self._untied else name
-        if source in self._adapter.whole or name in self._adapter.whole or source not in self._base:
+        if source in self._adapter.replacements or name in self._adapter.replacements or source not in self._base:
             return tuple(self[name].shape)
         return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
         """Return a tensor before products are added to it: the base model's tensor, or the tensor that replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
-        if name not in self._adapter.whole:
+        if name not in self._adapter.replacements:
             # A replaced embedding does not affect a tied head. However, if the embedding also has products, it was
             # replaced only to resize it, so it replaces the tied head too.
-            resized = source in self._adapter.whole and self._adapter.changes.get(source.removesuffix(".weight"))
-            return self._adapter.tensors[self._adapter.whole[source]] if resized else self._base[source]
-        tensor, held = self._adapter.tensors[self._adapter.whole[name]], self._base[source]
+            resized = source in self._adapter.replacements and self._adapter.changes.get(source.removesuffix(".weight"))
+            return self._adapter.tensors[self._adapter.replacements[source]] if resized else self._base[source]
+        tensor, held = self._adapter.tensors[self._adapter.replacements[name]], self._base[source]
         fixed = slice(1, None) if name in (EMBEDDING, HEAD) else slice(None)
         if tensor.dim() != held.dim() or tensor.shape[fixed] != held.shape[fixed]:
-            raise self._adapter.misfit(name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
+            raise self._adapter.mismatch(name, f"{tuple(tensor.shape)} where the base has {tuple(held.shape)}")
         return tensor
 
     def _with_product(self, module: str, weight: Tensor) -> Tensor:
@@ -310,24 +315,24 @@ class Merged(LazyTensors):
         change = (b @ a).T if transposed else b @ a
         if change.shape != weight.shape:
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)} for a weight {tuple(weight.shape)}"
-            raise self._adapter.misfit(module, shapes)
+            raise self._adapter.mismatch(module, shapes)
         merged = weight + self._adapter.scale_of(module) * change
         if not rules.dora:
             return merged
         norm: Tensor = merged.norm(dim=0 if transposed else 1, keepdim=True)
         magnitude = self._adapter.tensors[parts["lora_magnitude_vector"]].to(weight.dtype)
         if magnitude.numel() != norm.numel():
-            raise self._adapter.misfit(module, f"{magnitude.numel()} magnitudes for {norm.numel()} outputs")
+            raise self._adapter.mismatch(module, f"{magnitude.numel()} magnitudes for {norm.numel()} outputs")
         return merged * (magnitude.reshape(norm.shape) / norm)
 
     def _with_bias(self, module: str, key: str) -> Tensor:
         name, change = module + ".bias", self._adapter.tensors[key]
         change = change.to(torch.promote_types(change.dtype, torch.float32)) * self._adapter.scale_of(module)
-        if name not in self._base and name not in self._adapter.whole:
+        if name not in self._base and name not in self._adapter.replacements:
             return change
         bias = self._start(name)
         if bias.shape != change.shape:
-            raise self._adapter.misfit(name, f"{tuple(change.shape)} where the base has {tuple(bias.shape)}")
+            raise self._adapter.mismatch(name, f"{tuple(change.shape)} where the base has {tuple(bias.shape)}")
         return bias + change
 
 
@@ -352,28 +357,36 @@ def merge(base: Checkpoint, path: Path, *, allow_pickle: bool = False) -> Checkp
     adapter = LoraAdapter(path, base.config, allow_pickle=allow_pickle)
     tied = ties_head(base.config)
     names = {*base.tensors, *([HEAD] if tied else [])}
-    for name in (*adapter.whole, *(module + ".weight" for module in adapter.changes)):
+    for name in (*adapter.replacements, *(module + ".weight" for module in adapter.changes)):
         if name not in names:
-            raise adapter.misfit(name.removesuffix(".weight"), f"{base.path} has no such module")
+            raise adapter.mismatch(name.removesuffix(".weight"), f"{base.path} has no such module")
     touched = {
-        name for name in (EMBEDDING, HEAD) if name in adapter.whole or name.removesuffix(".weight") in adapter.changes
+        name
+        for name in (EMBEDDING, HEAD)
+        if name in adapter.replacements or name.removesuffix(".weight") in adapter.changes
     }
     untied = tied and bool(touched) and not (adapter.rules.keeps_tie and EMBEDDING in touched)
     config = base.config | ({"tie_word_embeddings": False} if untied else {})
     config |= _new_vocab_size(adapter, base.config.get("vocab_size"), tied)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else base.tokenizer
-    return replace(base, config=config, tensors=Merged(base.tensors, adapter, untied=untied), tokenizer=tokenizer)
+    return replace(
+        base, config=config, tensors=MergedTensors(base.tensors, adapter, untied=untied), tokenizer=tokenizer
+    )
 
 
 def _new_vocab_size(adapter: LoraAdapter, size: int | None, tied: bool) -> dict[str, int]:
     """Return the new `vocab_size` as an entry of the config, if tokens were added before training. The adapter then
     replaces embedding and head."""
-    rows = {name: adapter.tensors[adapter.whole[name]].shape[0] for name in (EMBEDDING, HEAD) if name in adapter.whole}
+    rows = {
+        name: adapter.tensors[adapter.replacements[name]].shape[0]
+        for name in (EMBEDDING, HEAD)
+        if name in adapter.replacements
+    }
     if all(count == size for count in rows.values()):
         return {}
     if len(set(rows.values())) > 1 or (len(rows) == 1 and not (tied and EMBEDDING in rows)):
         held = " and ".join(f"{count} rows for {name}" for name, count in rows.items())
-        raise adapter.misfit(next(iter(rows)), f"{held}, but the vocabulary size is {size}")
+        raise adapter.mismatch(next(iter(rows)), f"{held}, but the vocabulary size is {size}")
     return {"vocab_size": next(iter(rows.values()))}
 
 

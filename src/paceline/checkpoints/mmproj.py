@@ -25,9 +25,9 @@ from paceline.files.schema import (
     FieldKind,
     check,
     each,
-    listed,
+    integer,
+    list_of,
     number,
-    whole,
 )
 
 _KEYS: Mapping[str, FieldKind] = {
@@ -37,11 +37,11 @@ _KEYS: Mapping[str, FieldKind] = {
     "vision.block_count": LAYER_COUNT,
     "vision.attention.head_count": HEAD_COUNT,
     "vision.attention.layer_norm_epsilon": EPS,
-    **each(whole(1, 16), "vision.projector.scale_factor", "vision.spatial_merge_size"),
-    "vision.n_wa_pattern": whole(1, 1 << 10),
+    **each(integer(1, 16), "vision.projector.scale_factor", "vision.spatial_merge_size"),
+    "vision.n_wa_pattern": integer(1, 1 << 10),
     "vision.window_size": SIZE,
-    **each(listed(number(0, 1)), "vision.image_mean", "vision.image_std"),
-    "vision.is_deepstack_layers": listed(FLAG),
+    **each(list_of(number(0, 1)), "vision.image_mean", "vision.image_std"),
+    "vision.is_deepstack_layers": list_of(FLAG),
 }
 """Types of the metadata, by the part of the key after "clip."."""
 

@@ -92,7 +92,7 @@ def _lfm2(fields: Fields, shapes: Shapes) -> tuple[str, dict[str, Any], dict[str
     return "lfm2_vl", config, settings
 
 
-_MOST_PATCHES = 4096
+_MAX_PATCHES = 4096
 """Maximum number of rows of an image, as in llama.cpp. The files do not contain this limit."""
 
 
@@ -104,7 +104,7 @@ def _qwen_settings(fields: Fields) -> dict[str, Any]:
         "merge_size": merged,
         "temporal_patch_size": 2,
         "min_pixels": 8 * area,
-        "max_pixels": _MOST_PATCHES * area,
+        "max_pixels": _MAX_PATCHES * area,
         **_normed(fields),
     }
 
@@ -142,19 +142,19 @@ def _qwen3(fields: Fields, shapes: Shapes) -> tuple[str, dict[str, Any], dict[st
     return kind, {"vision_config": vision, "text_config": text}, _qwen_settings(fields)
 
 
-def _unrolled(tensors: Tensors) -> Tensors:
+def _patch_convolution_as_linear(tensors: Tensors) -> Tensors:
     """Convert LFM2-VL's convolution over patches to a linear layer. The channels come last in its input."""
     name = "model.vision_tower.embeddings.patch_embedding.weight"
     return {**tensors, name: tensors[name].permute(0, 2, 3, 1).flatten(1)}
 
 
-def _centred(tensors: Tensors) -> Tensors:
+def _subtract_one(tensors: Tensors) -> Tensors:
     """Subtract 1 from the norm of Gemma 3's projector. Hugging Face's norm adds it."""
     name = "model.multi_modal_projector.mm_soft_emb_norm.weight"
     return {**tensors, name: tensors[name] - 1}
 
 
-def _joined(tensors: Tensors) -> Tensors:
+def _join_projections(tensors: Tensors) -> Tensors:
     """Join the query, key and value projections."""
     joined = dict(tensors)
     for name in tensors:
@@ -164,7 +164,7 @@ def _joined(tensors: Tensors) -> Tensors:
     return joined
 
 
-def _numbered(tensors: Tensors) -> Tensors:
+def _renumber_mergers(tensors: Tensors) -> Tensors:
     """Renumber the deepstack mergers from 0. llama.cpp numbers them by the layer whose output they read."""
     block = "model.visual.deepstack_merger_list."
     layers = sorted({int(name[len(block) :].partition(".")[0]) for name in tensors if name.startswith(block)})
@@ -213,7 +213,7 @@ LAYOUTS = {
             "mm.soft_emb_norm.": "model.multi_modal_projector.mm_soft_emb_norm.",
             **_siglip_names("model.vision_tower"),
         },
-        _centred,
+        _subtract_one,
     ),
     "lfm2": ProjectorLayout(
         _lfm2,
@@ -223,7 +223,7 @@ LAYOUTS = {
             "mm.2.": "model.multi_modal_projector.linear_2.",
             **_siglip_names("model.vision_tower"),
         },
-        _unrolled,
+        _patch_convolution_as_linear,
     ),
     "qwen2.5vl_merger": ProjectorLayout(
         _qwen2_5,
@@ -247,7 +247,7 @@ LAYOUTS = {
                 }.items()
             },
         },
-        _joined,
+        _join_projections,
     ),
     "qwen3vl_merger": ProjectorLayout(
         _qwen3,
@@ -273,7 +273,7 @@ LAYOUTS = {
                 }.items()
             },
         },
-        _numbered,
+        _renumber_mergers,
     ),
 }
 """Layout by projector type."""

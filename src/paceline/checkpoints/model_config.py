@@ -10,13 +10,13 @@ from typing import Any
 from paceline.checkpoints.family import Family, Raw
 from paceline.checkpoints.registry import FAMILIES, ties_head
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, DECODER, LAYERS, MOST_ROWS, check
+from paceline.files.schema import DECODER, FIX_INVALID_FILE, LAYERS, MAX_ROWS, check
 from paceline.kernels.activations import ACTIVATIONS, UNGATED
 from paceline.models.config import MatrixConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.refusals import refuse_other_kinds
 from paceline.models.rope import read_rope, scaling_of
 
-PECULIAR = (
+COMPUTATION_KEYS = (
     *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     *("partial_rotary_factor", "no_rope_layers", "use_bidirectional_attention", "attention_chunk_size", "clip_qkv"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"),
@@ -43,11 +43,11 @@ def read_config(raw: Raw, where: str | Path = "config.json") -> ModelConfig:
     family = FAMILIES[name]
     raw = {**family.defaults, **raw}
     check(where, raw, {**DECODER, **family.keys})
-    _refuse_peculiar(raw, family)
+    _refuse_unsupported_keys(raw, family)
     try:
         config = family.refine(raw, _common(raw, family))
     except KeyError as missing:
-        raise CorruptModel(f"{where} of a {name} model lacks {missing}", CORRECT) from missing
+        raise CorruptModel(f"{where} of a {name} model lacks {missing}", FIX_INVALID_FILE) from missing
     _check(config)
     return config
 
@@ -79,7 +79,7 @@ def _layers(raw: Raw) -> int:
     names = raw.get("layers_block_type")
     count = raw["num_hidden_layers"] if "num_hidden_layers" in raw or not names else len(names)
     if not 0 < count <= LAYERS:
-        raise CorruptModel(f"num_hidden_layers must be from 1 to {LAYERS}, got {count}", CORRECT)
+        raise CorruptModel(f"num_hidden_layers must be from 1 to {LAYERS}, got {count}", FIX_INVALID_FILE)
     return int(count)
 
 
@@ -97,29 +97,34 @@ def _check(c: ModelConfig) -> None:
     if c.mixture and not 0 < c.mixture.used <= c.mixture.count:
         raise CorruptModel(
             f"experts per token must be from 1 to the number of experts, {c.mixture.count}, got {c.mixture.used}",
-            CORRECT,
+            FIX_INVALID_FILE,
         )
     known = ACTIVATIONS if c.gated_mlp else UNGATED
     if c.activation not in known:
         raise UnsupportedModel(f"activation {c.activation!r} is not known", f"Known: {', '.join(known)}")
     if c.heads % c.kv_heads or c.head_dim < 2 or c.head_dim % 2:
         raise CorruptModel(
-            f"{c.heads} heads of size {c.head_dim} do not fit {c.kv_heads} key heads, or the size is odd", CORRECT
+            f"{c.heads} heads of size {c.head_dim} do not fit {c.kv_heads} key heads, or the size is odd",
+            FIX_INVALID_FILE,
         )
     for one in {layer.recurrent for layer in c.plan if layer.recurrent}:
         uneven = isinstance(one, MatrixConfig) and one.heads % one.key_heads
-        if uneven or one.state_size > MOST_ROWS:
-            raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", CORRECT)
+        if uneven or one.state_size > MAX_ROWS:
+            raise CorruptModel(f"{one} does not fit: its state has {one.state_size:,} numbers", FIX_INVALID_FILE)
     if any(c.heads % own.kv_heads or own.head_dim < 2 or own.head_dim % 2 for own in map(c.of, c.plan)):
-        raise CorruptModel(f"{c.heads} heads do not fit the key heads of every layer, or a size is odd", CORRECT)
+        raise CorruptModel(
+            f"{c.heads} heads do not fit the key heads of every layer, or a size is odd", FIX_INVALID_FILE
+        )
     widest = max(own.head_dim for own in map(c.of, c.plan))
-    if c.heads * widest > MOST_ROWS or c.layers * c.token_inputs > MOST_ROWS:
-        raise CorruptModel(f"{c.heads} heads of size {widest} exceed the maximum of {MOST_ROWS:,} rows", CORRECT)
+    if c.heads * widest > MAX_ROWS or c.layers * c.token_inputs > MAX_ROWS:
+        raise CorruptModel(
+            f"{c.heads} heads of size {widest} exceed the maximum of {MAX_ROWS:,} rows", FIX_INVALID_FILE
+        )
 
 
-def _refuse_peculiar(raw: Raw, family: Family) -> None:
+def _refuse_unsupported_keys(raw: Raw, family: Family) -> None:
     """Raise `UnsupportedModel` for keys that the family would otherwise ignore."""
-    strange = [key for key in PECULIAR if key not in family.defaults and _has_effect(raw.get(key))]
+    strange = [key for key in COMPUTATION_KEYS if key not in family.defaults and _has_effect(raw.get(key))]
     if "partial_rotary_factor" not in family.defaults and _has_effect(scaling_of(raw).get("partial_rotary_factor")):
         strange.append("partial_rotary_factor")
     if "layer_types" not in family.defaults and len(set(raw.get("layer_types") or ())) > 1:

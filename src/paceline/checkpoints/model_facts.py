@@ -15,7 +15,7 @@ from typing import Any, Literal
 from paceline.checkpoints.checkpoint import open_folder
 from paceline.checkpoints.gguf_file import read_gguf
 from paceline.checkpoints.gguf_metadata import Metadata
-from paceline.checkpoints.vision import sees
+from paceline.checkpoints.vision import has_vision
 from paceline.errors import PacelineError
 from paceline.files.gguf_names import parts_of
 from paceline.files.reading import read_json_if_exists, read_text
@@ -26,7 +26,7 @@ from paceline.text.tokenizer import TOKENIZER_LIMIT, template_of
 
 _FLOATS = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 _CONTEXT = "max_position_embeddings"
-_READING = threading.Lock()
+_READ_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def facts_of(path: Path | None) -> ModelFacts | None:
         state = file.stat() if file else None
     except OSError:
         return None
-    with _READING:  # concurrent calls read each file only once
+    with _READ_LOCK:  # concurrent calls read each file only once
         return _read(path, state.st_mtime_ns, state.st_size) if path and state else None
 
 
@@ -90,12 +90,12 @@ def _of_gguf(path: Path) -> ModelFacts:
     return ModelFacts(
         size=sum(path.with_name(name).stat().st_size for name in parts_of(path.name) or [path.name]),
         family=family,
-        quantization=_mix(file.fields.get("general.file_type")) or kind,
+        quantization=_mixture_name(file.fields.get("general.file_type")) or kind,
         parameters=count,
         context_length=Metadata(file, family).get("context_length", 0),
         vocab_size=len(tokens),
         template=file.fields.get("tokenizer.chat_template") or "",
-        vision=sees(path),
+        vision=has_vision(path),
         infill=InfillTokens.of({token: i for i, token in enumerate(tokens)}.get) is not None,
     )
 
@@ -115,7 +115,7 @@ def _of_folder(path: Path) -> ModelFacts:
         context_length=config.get(_CONTEXT) or 0,
         vocab_size=config.get("vocab_size") or 0,
         template=template_of(path) or "",
-        vision=sees(path),
+        vision=has_vision(path),
         infill=InfillTokens.of(lambda token: 0 if f'"{token}"' in words else None) is not None,
         generation=read_json_if_exists(path / "generation_config.json", GENERATION),
     )
@@ -129,7 +129,7 @@ def _weights(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[str, int]:
     return max(sizes, key=sizes.__getitem__, default="unknown"), sizes.total()
 
 
-def _mix(file_type: Any) -> str:
+def _mixture_name(file_type: Any) -> str:
     """Return the name of a mixture of types, such as "Q4_K_M", given llama.cpp's number. Return "" if the number is
     unknown."""
     import gguf

@@ -7,7 +7,7 @@ from paceline.checkpoints.registry import family_of
 from paceline.models.lazy import LanguageTensors, renamed
 
 
-def translated(config: Raw, tensors: Tensors) -> Tensors:
+def decoder_tensors(config: Raw, tensors: Tensors) -> Tensors:
     """Return a checkpoint's tensors under the names, and in the form, that the decoder expects."""
     family = family_of(config)
     if names := _names(config):

@@ -67,7 +67,7 @@ def open_vision(
         return None
 
 
-def sees(path: Path) -> bool:
+def has_vision(path: Path) -> bool:
     """Return True if a model takes images: its folder holds a vision tower of a known family, or its GGUF file has an
     mmproj file next to it."""
     if path.is_file():

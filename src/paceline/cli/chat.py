@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.vision.picture import Picture
 
 _FENCE = '"""'
-_LARGEST = 1 << 26
+_MAX_FILE_BYTES = 1 << 26
 _ROLES = ("system", "user", "assistant")
 
 _HELP = f"""\
@@ -311,9 +311,9 @@ def read_conversation(path: Path) -> list[dict[str, Any]]:
         OSError: If the file cannot be read.
     """
     with path.open("rb") as file:
-        data = file.read(_LARGEST + 1)
+        data = file.read(_MAX_FILE_BYTES + 1)
     try:
-        messages = json.loads(data if len(data) <= _LARGEST else "")["messages"]
+        messages = json.loads(data if len(data) <= _MAX_FILE_BYTES else "")["messages"]
         found = [{"role": one["role"], "content": saved_content(one["content"])} for one in messages]
         if all(one["role"] in _ROLES for one in found):
             return found

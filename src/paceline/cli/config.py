@@ -19,7 +19,7 @@ else:
 Defaults = dict[str, dict[str, Any]]
 """Command -> parameter -> value, in the form of click's `default_map`."""
 
-_LARGEST = 1 << 20
+_MAX_FILE_BYTES = 1 << 20
 SECOND_NAMES = {"run": "chat", "show": "info"}
 """Command -> another command with the same options."""
 
@@ -66,9 +66,9 @@ def read_config(path: Path | None, commands: Mapping[str, Any]) -> Defaults:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise InvalidOption(f"{path} is larger than {_LARGEST >> 20} MiB", "Use a configuration file")
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise InvalidOption(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB", "Use a configuration file")
         return tomllib.loads(data.decode())
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InvalidOption):

@@ -27,9 +27,9 @@ def learn(
     if (status is None) == (forget is None):
         raise InvalidOption("give --status DIR or --forget DIR", "Name the folder that `paceline serve --learn` uses")
     if forget is not None:
-        from paceline.learn.folder import forget as delete
+        from paceline.learn.folder import delete_folder
 
-        delete(forget)
+        delete_folder(forget)
         typer.echo(f"{forget} was deleted")
     else:
         assert status is not None
@@ -41,15 +41,17 @@ def _show(folder: Path, as_json: bool) -> None:
     import json
 
     from paceline.cli.show import amount
-    from paceline.files.jsonl import older
-    from paceline.learn.folder import described, pupils
+    from paceline.files.jsonl import older_file
+    from paceline.learn.folder import describe_status, key_folders
 
-    for pupil in pupils(folder):
-        files = [path for path in (older(pupil.traffic), pupil.traffic) if path.exists()]
-        size, state = sum(path.stat().st_size for path in files), pupil.status()
+    for key_folder in key_folders(folder):
+        files = [path for path in (older_file(key_folder.traffic), key_folder.traffic) if path.exists()]
+        size, state = sum(path.stat().st_size for path in files), key_folder.status()
         if as_json:
-            training = pupil.lesson.exists()
-            typer.echo(json.dumps({"key": pupil.folder.name, "traffic": size, "training": training, "last": state}))
+            training = key_folder.training_data.exists()
+            typer.echo(json.dumps({"key": key_folder.path.name, "traffic": size, "training": training, "last": state}))
         else:
-            training_line = "; training a head" if pupil.lesson.exists() else ""
-            typer.echo(f"{pupil.folder.name}: {amount(size, 'bytes')} of traffic; {described(state)}{training_line}")
+            training_line = "; training a head" if key_folder.training_data.exists() else ""
+            typer.echo(
+                f"{key_folder.path.name}: {amount(size, 'bytes')} of traffic; {describe_status(state)}{training_line}"
+            )

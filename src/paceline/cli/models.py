@@ -71,8 +71,8 @@ def _row(model: StoredModel) -> tuple[str, str, str]:
 
 def rm(name: Name) -> None:
     """Delete a model from this machine."""
-    from paceline.files.stores import find, remove
+    from paceline.files.stores import find_model, remove_model
 
-    model = find(name)
-    remove(model)
+    model = find_model(name)
+    remove_model(model)
     typer.echo(f"Deleted {model.name}, {amount(model.size, 'bytes')}.", err=True)

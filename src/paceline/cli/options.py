@@ -17,7 +17,7 @@ from paceline.cli.commands import option, options_of
 from paceline.cli.show import ignored_line, sampling_line
 from paceline.cli.wrapping import say
 from paceline.errors import InvalidOption
-from paceline.files.garbage import uncollected
+from paceline.files.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,7 +173,7 @@ def follows() -> bool:
 
 def import_torch() -> None:
     """Import torch with the garbage collector paused. Collections would free nothing, but take a tenth of the time."""
-    with uncollected():
+    with gc_paused():
         import torch  # noqa: F401
 
 
@@ -310,9 +310,9 @@ def parse_draft_vocab(text: str) -> int | str:
 
 def parse_draft(text: str) -> DraftBudget | Literal["auto"]:
     """Parse the value of --draft. Raise `InvalidOption` if it is not valid."""
-    from paceline.drafters.factory import parse_size
+    from paceline.drafters.factory import parse_budget
 
-    size: DraftBudget | Literal["auto"] | None = "auto" if text == "auto" else parse_size(text)
+    size: DraftBudget | Literal["auto"] | None = "auto" if text == "auto" else parse_budget(text)
     if size is None:
         raise InvalidOption(
             f"--draft must be auto, a number or NODESxDEPTHxBRANCH, got {text!r}", "Write 5 or 16x4x2, for example"

@@ -152,7 +152,7 @@ class ReplayOptions:
         self, file: Path, model: ModelOptions, quantize: str, draft_quantize: str, draft_vocab: str, progress: bool
     ) -> tuple[Predictor, list[RecordedReply]]:
         """Read the recording, load its model and measure the costs of its rounds."""
-        from paceline.bench.replay.predict import Predictor, check_model, measured
+        from paceline.bench.replay.predict import Predictor, check_model, measure_prices
         from paceline.recording.file import Recording
         from paceline.recording.states import states_folder
 
@@ -164,7 +164,7 @@ class ReplayOptions:
             model = model.with_model(recorded.header.model)
         llm = model.open(progress=progress, drafter=None, quantize=quantize)
         check_model(recorded.header, llm.model)
-        prices = measured(llm.model, replies[0], self.batch)
+        prices = measure_prices(llm.model, replies[0], self.batch)
         as_recorded = (model.dtype, model.kv_type) == ("auto", "auto")  # otherwise the states differ
         same = recorded.header.quantize == llm.model.quantize and as_recorded
         predictor = Predictor(
@@ -197,10 +197,10 @@ def replay(
     """
     from paceline.bench.replay.predict import Candidate
     from paceline.bench.replay.search import parts_of
-    from paceline.bench.systems import split_size
+    from paceline.bench.systems import split_budget
     from paceline.drafters.factory import check_spec
 
-    named = [Candidate(*split_size(name)) for name in parse_names(options.drafters or "")]
+    named = [Candidate(*split_budget(name)) for name in parse_names(options.drafters or "")]
     for candidate in named:
         check_spec(candidate.drafter)
     with _status("timing passes", quiet) as say:
@@ -229,12 +229,12 @@ def tune(
     recommended.
     """
     from paceline.bench.replay.search import parts_of, recommended, search
-    from paceline.bench.systems import split_size
+    from paceline.bench.systems import split_budget
     from paceline.drafters.factory import check_spec
     from paceline.files.stores import name_of
 
     named = parse_names(options.drafters or "")
-    if any(part in ("none", "auto") or split_size(part)[1] for part in named):
+    if any(part in ("none", "auto") or split_budget(part)[1] for part in named):
         raise InvalidOption("tune needs names of drafters without sizes", "Write suffix,eagle3, for example")
     for part in named:
         check_spec(part)
@@ -248,7 +248,7 @@ def tune(
     line += f" {best.candidate.options if best else '--drafter none'}"
     gain = "no drafter is certain to be faster than plain decoding"
     if best:
-        gain = f"predicted: {_interval(best.ratio)} times as fast as plain decoding"
+        gain = f"predicted: {_interval(best.speedup)} times as fast as plain decoding"
     _show(file, predictor, replies, found, as_json, fastest={"command": line, "predicted": gain})
 
 

@@ -424,11 +424,11 @@ def _pull(
 
     from paceline.files.gguf_names import parts_of
     from paceline.files.hub import hub_gguf
-    from paceline.files.names import hub_name, similar
+    from paceline.files.names import hub_name, similar_names
 
     if not (hub := hub_name(name.removesuffix(":latest"))):
         raise ModelNotFound(
-            f"there is no model {name!r:.200}", f"Use {' or '.join(similar(name)) or 'a hub id like owner/name'}"
+            f"there is no model {name!r:.200}", f"Use {' or '.join(similar_names(name)) or 'a hub id like owner/name'}"
         )
     memory = psutil.virtual_memory().total if most is None else most
     path = hub_gguf(*hub, quiet=True, most=memory / _IN_MEMORY, token=False, progress=progress)
@@ -447,7 +447,7 @@ def _open_worker(
 ) -> Worker:
     """Load a model with its drafters. The first drafter is the default."""
     from paceline.drafters.factory import FOUND, spec_name
-    from paceline.engine.draft_policy import OFF
+    from paceline.engine.draft_policy import SPECULATION_OFF
     from paceline.server.worker import Worker
 
     off = model.drafter == "none"
@@ -459,7 +459,7 @@ def _open_worker(
     if server.record:
         recorders.append(llm.record(server.record))
     learner = _learner(llm, model, server) if server.learn else None
-    return Worker(llm, limits.worker_limits(llm), OFF if off else None, learner)
+    return Worker(llm, limits.worker_limits(llm), SPECULATION_OFF if off else None, learner)
 
 
 def _check_learning(server: ServerOptions, several: ModelsOptions, model: LoadFlags) -> None:

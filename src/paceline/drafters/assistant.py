@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Ask
-from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
+from paceline.drafters.growth import ROOT, TreeDrafter, TreeGrowth, logits_of
 from paceline.drafters.hosted import CacheSharing, LastState
 from paceline.errors import UnsupportedModel
 from paceline.kernels.linear import memory_bound_rows
@@ -22,7 +22,7 @@ from paceline.types import DraftBudget
 from paceline.verify.tree import MIN_ROWS
 
 
-class Assistant(CacheSharing, LastState, Growing):
+class Assistant(CacheSharing, LastState, TreeDrafter):
     """Drafts with a Gemma 4 assistant for the target that it was trained for.
 
     The input of a row is a token and the hidden state before it. At every depth, a row attends only to the target's
@@ -60,15 +60,15 @@ class Assistant(CacheSharing, LastState, Growing):
         """Return the ask's budget, or an empty budget if there is no state yet."""
         return ask.budget if ask.slot in self._states and ask.position else DraftBudget.chain(0)
 
-    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def roots(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         self._after = {growth.ask.slot: {} for growth in growths}
         return self._step(growths, [[growth.ask.last] for growth in growths])
 
-    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def level(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         return self._step(growths, [[growth.nodes.tokens[node] for node in growth.chosen] for growth in growths])
 
     @torch.inference_mode()
-    def _step(self, growths: Sequence[Growth], tokens: Sequence[list[int]]) -> Sequence[Tensor]:
+    def _step(self, growths: Sequence[TreeGrowth], tokens: Sequence[list[int]]) -> Sequence[Tensor]:
         """Feed the chosen nodes of each tree, with these tokens. Return the logits [nodes, V] of each tree."""
         cache = self.target_cache
         assert isinstance(cache, SlabCache)  # every `Decoder` has one
@@ -81,7 +81,7 @@ class Assistant(CacheSharing, LastState, Growing):
             self._after[growth.ask.slot] |= dict(zip(growth.chosen, line, strict=False))
         return logits_of(states, counts, self._net.logits)
 
-    def _before(self, growth: Growth, node: int) -> Tensor:
+    def _before(self, growth: TreeGrowth, node: int) -> Tensor:
         """Return the state [target H] before a node's token."""
         slot = growth.ask.slot
         return self._states[slot] if node == ROOT else self._after[slot][growth.nodes.parents[node]]

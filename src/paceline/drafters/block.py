@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedSlot, StateDrafter
-from paceline.drafters.independent import independent
-from paceline.drafters.markov import Blocks
+from paceline.drafters.independent import draft_independently
+from paceline.drafters.markov import BlockTrees
 from paceline.errors import CorruptModel
 from paceline.models.block import BlockNetwork
 from paceline.models.heads import BlockConfig
@@ -65,9 +65,9 @@ class Block(StateDrafter[CachedSlot]):
     def _drafts(self, asks: Sequence[Ask], budgets: Sequence[DraftBudget]) -> list[Draft]:
         network, states = self._network, self._read(asks, max(budget.depth for budget in budgets))
         if self._config.markov or self._config.selector:
-            return Blocks(network, asks, states).drafts(asks, budgets)
+            return BlockTrees(network, asks, states).drafts(asks, budgets)
         guesses = zip(asks, budgets, network.logits(states), strict=True)
-        return [independent(ask, budget, guess, network.subset) for ask, budget, guess in guesses]
+        return [draft_independently(ask, budget, guess, network.subset) for ask, budget, guess in guesses]
 
     def _read(self, asks: Sequence[Ask], depth: int) -> Tensor:
         """Return the states [B, depth, H] that predict the tokens after the pending ones: the input of

@@ -22,8 +22,9 @@ MAX_PENDING = 8 * PREFILL_ROWS
 """Maximum number of positions with pending states. A request that never drafts never reads its states, which saves time
 but takes memory (48 MiB for three taps of width 4096 in bfloat16)."""
 
-_SMALL, _TOGETHER = 1 << 20, 16
-"""If the states of a pass take at most `_SMALL` bytes, they are not copied until `_TOGETHER` such passes wait."""
+_MAX_UNCOPIED_BYTES, _MAX_UNCOPIED_PASSES = 1 << 20, 16
+"""If the states of a pass take at most `_MAX_UNCOPIED_BYTES` bytes, they are not copied until `_MAX_UNCOPIED_PASSES`
+such passes wait."""
 
 
 class PendingStates:
@@ -32,7 +33,7 @@ class PendingStates:
     def __init__(self, parts: Sequence[Tensor] = ()) -> None:
         self._parts = list(parts)
         self._count = sum(map(len, parts))
-        self._plain: list[list[Tensor]] = []
+        self._uncopied: list[list[Tensor]] = []
         """Taps [T, H] of rounds that kept only row 0. They follow `_parts`. Joining many of them takes as long as
         joining one."""
 
@@ -56,10 +57,10 @@ class PendingStates:
             out: Hidden states [T, H] of each tap.
             path: Rows to keep in addition to row 0. None keeps all rows.
         """
-        if path is not None and not path and out[taps[0]].untyped_storage().nbytes() <= _SMALL:
-            self._plain.append([out[tap] for tap in taps])
+        if path is not None and not path and out[taps[0]].untyped_storage().nbytes() <= _MAX_UNCOPIED_BYTES:
+            self._uncopied.append([out[tap] for tap in taps])
             self._count += 1
-            if len(self._plain) == _TOGETHER:
+            if len(self._uncopied) == _MAX_UNCOPIED_PASSES:
                 self._join()
             return
         kept: slice | list[int] = slice(None)
@@ -71,12 +72,12 @@ class PendingStates:
         self._count += len(self._parts[-1])
 
     def _join(self) -> None:
-        if not self._plain:
+        if not self._uncopied:
             return
-        first = torch.tensor([0, *accumulate(len(taps[0]) for taps in self._plain[:-1])])
-        joined = [torch.cat(states)[first] for states in zip(*self._plain, strict=True)]
+        first = torch.tensor([0, *accumulate(len(taps[0]) for taps in self._uncopied[:-1])])
+        joined = [torch.cat(states)[first] for states in zip(*self._uncopied, strict=True)]
         self._parts.append(torch.cat(joined, -1))
-        self._plain = []
+        self._uncopied = []
 
     def take(self, count: int) -> Tensor:
         """Remove and return the first `count` states, or all states if there are fewer. There must be at least one

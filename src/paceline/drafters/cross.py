@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask, Drafter
-from paceline.drafters.growth import Growth
+from paceline.drafters.growth import TreeGrowth
 from paceline.drafters.model import DraftModel, SavedText
 from paceline.drafters.retokenizer import Retokenizer, TokenMapper, TokenReader, continuation
 from paceline.drafters.vocab_map import VocabMap
@@ -23,19 +23,19 @@ from paceline.sampling.sampler import Prefix, Ranked, Sampler
 from paceline.types import Draft, DraftBudget, Forward, Rows, Tap, Verdict, Want
 from paceline.verify.tree import from_paths, paths_of
 
-SHARED = 0.85
-"""Share of the target's tokens that must be shared for `SharedTokens` to be used. Above this share, its drafts are
-accepted as often as the drafts of `TextDrafter` in greedy decoding, and more often in sampling
+MIN_SHARED_VOCABULARY = 0.85
+"""Minimum share of the target's tokens that the draft model also has, for `SharedTokenDrafter` to be used. Above this
+share, its drafts are accepted as often as the drafts of `TextDrafter` in greedy decoding, and more often in sampling
 (docs/notes/drafters.md#drafting-across-tokenizers)."""
 
-_LIKELIEST = Sampler()
+_GREEDY = Sampler()
 R = TypeVar("R", bound=TokenReader)
 
 
-def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
+def cross_vocabulary_drafter(target: Loaded, draft: Loaded, name: str) -> Drafter:
     """Return a drafter for a draft model with another tokenizer, and log its kind.
 
-    It is a `SharedTokens` if the vocabularies share most tokens of a sample text, and a `TextDrafter` otherwise.
+    It is a `SharedTokenDrafter` if the vocabularies share most tokens of a sample text, and a `TextDrafter` otherwise.
 
     Args:
         target: The target.
@@ -49,18 +49,18 @@ def cross(target: Loaded, draft: Loaded, name: str) -> Drafter:
     for side, texts in (("The target", vocab_map.target_bytes), (name, vocab_map.draft_bytes)):
         if not texts:
             raise TokenizerMismatch(f"{side} has no token that stands for text", "Use a text model as the draft model")
-    share = vocab_map.share()
-    how = "and only these are drafted" if share >= SHARED else "so the drafted text is tokenized again"
+    share = vocab_map.shared_fraction()
+    how = "and only these are drafted" if share >= MIN_SHARED_VOCABULARY else "so the drafted text is tokenized again"
     getLogger(__name__).warning(
         "%s has another tokenizer than the target. They share %.0f %% of the tokens of a sample text, %s",
         name,
         100 * share,
         how,
     )
-    return SharedTokens(vocab_map) if share >= SHARED else TextDrafter(vocab_map)
+    return SharedTokenDrafter(vocab_map) if share >= MIN_SHARED_VOCABULARY else TextDrafter(vocab_map)
 
 
-class _Foreign(DraftModel, Generic[R]):
+class _CrossVocabularyDrafter(DraftModel, Generic[R]):
     """A draft model that converts the target's text to its own tokens."""
 
     def __init__(self, model: Target, vocab_size: int, vocab_map: VocabMap, reader: Callable[[], R]) -> None:
@@ -109,7 +109,7 @@ class _Foreign(DraftModel, Generic[R]):
         self._cache.truncate(state.cache_slot, min(valid, self._cache.lengths[state.cache_slot]))
 
 
-class SharedTokens(_Foreign[TokenMapper]):
+class SharedTokenDrafter(_CrossVocabularyDrafter[TokenMapper]):
     """Drafts only tokens that both vocabularies have ("token-level intersection", arXiv 2502.05202).
 
     Candidates are target tokens. As with any draft model, the sampler ranks or draws them, with their q, for chains and
@@ -151,7 +151,7 @@ class _TargetVocabulary:
         return Forward(logits, out.taps)
 
 
-class TextDrafter(_Foreign[Retokenizer]):
+class TextDrafter(_CrossVocabularyDrafter[Retokenizer]):
     """Drafts text, which is then encoded in target tokens (as in SLEM, arXiv 2502.05202).
 
     The draft model reads and writes its own tokens. It drafts the likeliest tokens at any temperature. Two vocabularies
@@ -163,8 +163,8 @@ class TextDrafter(_Foreign[Retokenizer]):
         model = vocab_map.draft.target
         super().__init__(model, model.vocab_size, vocab_map, lambda: Retokenizer(vocab_map))
 
-    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
-        return _LIKELIEST.rank(Prefix(), logits, paths, count)
+    def rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+        return _GREEDY.rank(Prefix(), logits, paths, count)
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return [self._to_target(ask, draft) for ask, draft in zip(asks, super().propose(asks), strict=True)]
@@ -175,7 +175,7 @@ class TextDrafter(_Foreign[Retokenizer]):
         incomplete = self._readers[ask.slot].incomplete
         leaves = (path for row, path in paths_of(draft).items() if row not in draft.parents)
         paths = [self._target_path(ask, [draft.tokens[row - 1] for row in path], incomplete) for path in leaves]
-        return _within(from_paths(path[: ask.budget.depth] for path in paths), ask.budget)
+        return _fit_to_budget(from_paths(path[: ask.budget.depth] for path in paths), ask.budget)
 
     def _target_path(self, ask: Ask, path: Sequence[int], incomplete: bytes) -> list[int]:
         """Convert a path of draft tokens to target tokens. Stop at an EOS token or at a token without text."""
@@ -192,7 +192,7 @@ class TextDrafter(_Foreign[Retokenizer]):
         return continuation(self._vocab_map, ask.token_ids, text) + end
 
 
-def _within(draft: Draft, budget: DraftBudget) -> Draft:
+def _fit_to_budget(draft: Draft, budget: DraftBudget) -> Draft:
     """Return the first nodes of a tree that fit into the budget. When paths are encoded again, their branches may
     move."""
     rows, children = {0: 0}, Counter[int]()

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedSlot, StateDrafter
-from paceline.drafters.growth import Growing, Growth, logits_of, pack_level
-from paceline.drafters.model import SHARED
+from paceline.drafters.growth import TreeDrafter, TreeGrowth, logits_of, pack_level
+from paceline.drafters.model import MAX_SHARED_PASS
 from paceline.kernels.linear import memory_bound_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
@@ -36,7 +36,7 @@ class _EagleSlot(CachedSlot):
     grown: Tensor | None = None
 
 
-class Eagle(StateDrafter[_EagleSlot], Growing):
+class Eagle(StateDrafter[_EagleSlot], TreeDrafter):
     """Drafts with an EAGLE-1, EAGLE-2 or EAGLE-3 head for the target that it was trained for.
 
     The head reads features: the target's hidden states at its taps. Features stay pending until the next `propose`. The
@@ -71,10 +71,10 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
         return ask.budget if 0 < known == len(state.token_ids) - 1 else DraftBudget.chain(0)
 
     @torch.inference_mode()
-    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def roots(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
         for state in states:
-            while len(state.pending) > SHARED:
+            while len(state.pending) > MAX_SHARED_PASS:
                 self._read_pending(state)
         # If `propose` is called again before `observe`, a request has no pending features.
         if behind := [state for state in states if len(state.pending)]:
@@ -108,7 +108,7 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
             state.root = hidden[i, count - 1], outs[i, count - 1]
 
     @torch.inference_mode()
-    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def level(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
         slots = [state.cache_slot for state in states]
         rows = pack_level(growths, slots, [self._cache.lengths[slot] for slot in slots], self._device)
@@ -122,6 +122,6 @@ class Eagle(StateDrafter[_EagleSlot], Growing):
             state.grown = torch.cat([before, new[: len(growth.chosen)]])
         return logits_of(outs, rows.counts, self._net.logits)
 
-    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """Rank by the target's token ids, because the noise is a function of them."""
         return growth.ask.rank(logits, paths, count, self._net.subset)

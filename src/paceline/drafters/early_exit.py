@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import Ask
-from paceline.drafters.growth import ROOT, Growing, Growth, logits_of
+from paceline.drafters.growth import ROOT, TreeDrafter, TreeGrowth, logits_of
 from paceline.drafters.hosted import CacheSharing
 from paceline.errors import InvalidOption, UnsupportedModel
 from paceline.models.decoder import Decoder
@@ -22,7 +22,7 @@ from paceline.types import Carried, Draft, DraftBudget, Tap, Verdict, Want
 from paceline.verify.tree import pack
 
 
-class EarlyExit(CacheSharing, Growing):
+class EarlyExit(CacheSharing, TreeDrafter):
     """Drafts with the target's first E = `config.layers` layers and its head, over the target's own cache.
 
     Verification uses the keys and values that drafting has written. For a row that drafting has fed, verification
@@ -93,22 +93,22 @@ class EarlyExit(CacheSharing, Growing):
         self._streams[ask.slot] = []
         return ask.budget.within(ask.budget.nodes // ask.budget.branch + 1)
 
-    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def roots(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         for growth in growths:
             growth.row_of = {ROOT: 0}
         return self._feed(growths, [0] * len(growths))
 
-    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def level(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         for growth in growths:
             # Fed rows come first in the draft, and drawn siblings must stay in order. So siblings that were drawn
             # before a fed node are fed as well. This costs nothing, because verification then skips these layers.
-            growth.chosen = growth.nodes.with_elders(growth.chosen)
+            growth.chosen = growth.nodes.with_older_siblings(growth.chosen)
         return self._feed(growths, [growth.feed() for growth in growths])
 
-    def _feed(self, growths: Sequence[Growth], starts: Sequence[int]) -> list[Tensor]:
+    def _feed(self, growths: Sequence[TreeGrowth], starts: Sequence[int]) -> list[Tensor]:
         """Run rows `starts[i]` and later of each tree i through the first layers. Return logits [rows, V] per tree."""
         asks = [growth.ask for growth in growths]
-        drafts = [Draft(tuple(g.nodes.tokens[node] for node in g.fed), tuple(g.above)) for g in growths]
+        drafts = [Draft(tuple(g.nodes.tokens[node] for node in g.fed_nodes), tuple(g.parent_rows)) for g in growths]
         rows = pack(
             [ask.last for ask in asks],
             drafts,
@@ -131,7 +131,7 @@ class EarlyExit(CacheSharing, Growing):
             streams = up.onto(down(streams), streams)
         return self._target.logits(self._norm(streams))
 
-    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         ranked = [Ranked([], [])] * len(paths)
         sure = [i for i, stops in enumerate(self._stops(growth, logits)) if not stops]
         best = super().rank(growth, logits[sure], [paths[i] for i in sure], count)
@@ -139,7 +139,7 @@ class EarlyExit(CacheSharing, Growing):
             ranked[i] = candidates
         return ranked
 
-    def _stops(self, growth: Growth, logits: Tensor) -> list[bool]:
+    def _stops(self, growth: TreeGrowth, logits: Tensor) -> list[bool]:
         """Return True for each row of logits [R, V] at which drafting stops."""
         # Earlier draws may decide where a chain stops, because each of its rows is verified only with the token that
         # was drawn from it. They must not decide the shape of a tree.
@@ -148,8 +148,8 @@ class EarlyExit(CacheSharing, Growing):
         confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
         return (confidence < self.threshold).tolist()
 
-    def end(self, growth: Growth) -> Draft:
+    def finished_draft(self, growth: TreeGrowth) -> Draft:
         streams = self._streams.pop(growth.ask.slot, [])
         if not streams:
             return Draft()
-        return replace(growth.nodes.draft(growth.fed), carried=Carried(self._exit, torch.cat(streams)))
+        return replace(growth.nodes.draft(growth.fed_nodes), carried=Carried(self._exit, torch.cat(streams)))

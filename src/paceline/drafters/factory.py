@@ -2,7 +2,7 @@
 
 none                          no drafter
 auto                          the default: `AUTO`, then the model's own MTP layer if it has one
-found                         `AUTO`, then the best drafter on this disk (see `found.py`)
+found                         `AUTO`, then the best drafter on this disk (see `discovery.py`)
 suffix, suffix:remember       repetitions in this text, or also of earlier replies
 ngram                         prompt lookup
 model:REF                     a draft model, which may have another tokenizer
@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.head_fit import fits, host_of, shipped, sizes_of, vocabulary_of
+from paceline.checkpoints.head_fit import as_host, fit_to_target, shipped_head, sizes_of, vocabulary_of
 from paceline.checkpoints.load_arguments import LoadArguments
 from paceline.checkpoints.loader import Loaded, load_model
 from paceline.checkpoints.lora import split_adapter
 from paceline.drafters.base import Drafter
-from paceline.drafters.cross import cross
-from paceline.drafters.found import found_reference
+from paceline.drafters.cross import cross_vocabulary_drafter
+from paceline.drafters.discovery import discover_drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.stack import DrafterStack
@@ -70,7 +70,7 @@ AUTO = "suffix"
 drafters are faster on some texts and slower on others (benchmarks/results/2026-11-25-never-slower-zen4.md)."""
 
 FOUND = "found"
-"""The name of the best drafter on this disk (see `drafter_for`)."""
+"""The name of the best drafter on this disk (see `resolve_spec`)."""
 
 _CLASSES = {
     "eagle": "paceline.drafters.eagle:Eagle",
@@ -128,15 +128,15 @@ def make_drafter(
         parts = [_make(part, target, load, read) for part in _split(name)]
         return parts[0] if len(parts) == 1 else DrafterStack(parts)
 
-    return _chosen(spec, target, make)[1]
+    return _resolve_and_make(spec, target, make)[1]
 
 
-def _chosen(spec: str, target: Loaded, make: Callable[[str], MadeT]) -> tuple[str, MadeT]:
-    """Return the full name of a drafter (see `drafter_for`), and the drafter that `make` builds for that name.
+def _resolve_and_make(spec: str, target: Loaded, make: Callable[[str], MadeT]) -> tuple[str, MadeT]:
+    """Return the full name of a drafter (see `resolve_spec`), and the drafter that `make` builds for that name.
 
     For "auto", an MTP layer that does not work is skipped with a warning.
     """
-    name = drafter_for(spec, target)
+    name = resolve_spec(spec, target)
     try:
         return name, make(name)
     except PacelineError as error:
@@ -146,7 +146,7 @@ def _chosen(spec: str, target: Loaded, make: Callable[[str], MadeT]) -> tuple[st
         return AUTO, make(AUTO)
 
 
-def drafter_for(spec: str, target: Loaded) -> str:
+def resolve_spec(spec: str, target: Loaded) -> str:
     """Return the full name of the drafter that "auto" or "found" stands for. Return other names unchanged.
 
     Both stand for `AUTO`, followed by a learned drafter if there is one: the target's own MTP layer, or, for "found"
@@ -154,7 +154,7 @@ def drafter_for(spec: str, target: Loaded) -> str:
     """
     if spec not in (FOUND, "auto"):
         return spec
-    reference = "mtp" if shipped("mtp", target) else found_reference(target) if spec == FOUND else None
+    reference = "mtp" if shipped_head("mtp", target) else discover_drafter(target) if spec == FOUND else None
     return f"{AUTO}+{reference}" if reference else AUTO
 
 
@@ -208,7 +208,7 @@ def _takes_codes(head: HeadFile, target: Loaded) -> bool:
     This is the case if its file stores them quantised, or if it is an EAGLE head or MTP layer of a quantised target.
     The device must have kernels for quantised weights.
     """
-    host = host_of(target)
+    host = as_host(target)
     coded = mostly_codes(head.tensors) or (target.quantize is not None and isinstance(head.config, EagleConfig))
     return coded and host.dtype != torch.float64 and takes_stored(host.dtype, True, host.device)
 
@@ -232,7 +232,7 @@ def open_drafters(
         itself.
     """
     specs = [given] if isinstance(given, str) else [] if given is None or isinstance(given, Drafter) else given
-    chosen = [_chosen(spec, target, opened) for spec in dict.fromkeys((*specs, *more))]
+    chosen = [_resolve_and_make(spec, target, opened) for spec in dict.fromkeys((*specs, *more))]
     found = {spec_name(name): drafter for name, drafter in chosen if drafter}
     if isinstance(given, Drafter):
         return {type(given).__name__: given, **found} if found else given
@@ -355,11 +355,11 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
         loaded = load(reference)
         # Compare the tokens themselves, because different tokenizers may have the same number of tokens.
         if vocabulary_of(target.tokenizer) != vocabulary_of(loaded.tokenizer):
-            return cross(target, loaded, part)
+            return cross_vocabulary_drafter(target, loaded, part)
         return DraftModel(loaded.target, target.target.vocab_size, loaded.head_tokens)
     if name == "early-exit" and (reference.isdecimal() or not reference):
         return _early_exit(reference, target, read, options)
-    path = reference or shipped(_KINDS[name], target)
+    path = reference or shipped_head(_KINDS[name], target)
     if path is None:
         missing = (
             "the files of {} hold no MTP layer" if name == "mtp" else f"no {name} head for {{}} comes with Paceline"
@@ -369,21 +369,21 @@ def _make(part: str, target: Loaded, load: DraftModelLoader, read: HeadOpener) -
     kind = kind_of(head.config)
     if name != "head" and _KINDS[name] != kind:
         raise HeadMismatch(f"{reference} holds a head of kind {kind}, not {_KINDS[name]}", f"Use head:{reference}")
-    fitted = fits(head, target)
+    fitted = fit_to_target(head, target)
     return _with_head(fitted.config, fitted.tensors, target, options)
 
 
 def _with_head(config: HeadConfig, tensors: Mapping[str, Tensor], target: Loaded, options: Options) -> Drafter:
     module, _, name = _CLASSES[kind_of(config)].partition(":")
-    made: Drafter = getattr(import_module(module), name)(config, tensors, host_of(target), **options)
+    made: Drafter = getattr(import_module(module), name)(config, tensors, as_host(target), **options)
     return made
 
 
 def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options) -> Drafter:
     """Return a drafter that exits after `layers` layers. If `layers` is "", use the exit that comes with Paceline, or
     half of the layers."""
-    if not layers and (path := shipped("exit", target)):
-        head = fits(read(path), target)
+    if not layers and (path := shipped_head("exit", target)):
+        head = fit_to_target(read(path), target)
         return _with_head(head.config, head.tensors, target, options)
     sizes = sizes_of(target)
     count = int(layers) if layers else max(1, sizes.layers // 2)
@@ -395,7 +395,7 @@ def _early_exit(layers: str, target: Loaded, read: HeadOpener, options: Options)
     return _with_head(ExitConfig(sizes.hidden, count), {}, target, options)
 
 
-def parse_size(text: str) -> DraftBudget | None:
+def parse_budget(text: str) -> DraftBudget | None:
     """Parse a draft size, LENGTH or NODESxDEPTHxBRANCH.
 
     Returns:

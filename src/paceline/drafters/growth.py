@@ -18,12 +18,12 @@ from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
 
-_NEXT = 0.85
+_NEXT_ACCEPTANCE = 0.85
 """Assumed probability that the next token will be accepted if its parent is accepted. It is needed before the token is
 drafted."""
 _OUTLIER, _MEMORY = 2.0, 8.0
 """Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEMORY` times."""
-_DRAWN = 0.3
+_MIN_DRAWN_PROBABILITY = 0.3
 """Minimum probability of a path that is extended by drawn tokens. It is a constant, because a drawn draft must not
 depend on measured costs."""
 ROOT = -1
@@ -31,7 +31,7 @@ ROOT = -1
 
 
 @dataclass(slots=True)
-class Nodes(ABC):
+class DraftTree(ABC):
     """A growing tree.
 
     Attributes:
@@ -58,21 +58,21 @@ class Nodes(ABC):
         """Return the nodes that get children, oldest first. Only node `first` and later nodes are considered."""
 
     @abstractmethod
-    def others(self, first: Sequence[int]) -> list[int]:
+    def remaining(self, first: Sequence[int]) -> list[int]:
         """Return the nodes to keep in addition to the nodes `first`, oldest first."""
 
-    def with_elders(self, nodes: Sequence[int]) -> list[int]:
+    def with_older_siblings(self, nodes: Sequence[int]) -> list[int]:
         """Return these nodes, and the siblings that must come before them in a draft, oldest first."""
         return list(nodes)
 
-    def promise(self, nodes: Sequence[int]) -> float:
+    def acceptance_probability(self, nodes: Sequence[int]) -> float:
         """Return the probability that one of these nodes, which have the same depth, is accepted, or 1 if it is
         unknown."""
         return 1.0
 
     def draft(self, first: Sequence[int] = ()) -> Draft:
         """Return the draft. `first`: Nodes that are always kept, and that come before the others."""
-        kept = [*first, *self.others(first)]
+        kept = [*first, *self.remaining(first)]
         rows = {ROOT: 0} | {node: row for row, node in enumerate(kept, 1)}
         parents = tuple(rows[self.parents[node]] for node in kept)
         return Draft(tuple(self.tokens[node] for node in kept), parents, {rows[n]: q for n, q in self.q.items()})
@@ -92,7 +92,7 @@ class Nodes(ABC):
 
 
 @dataclass(slots=True)
-class Chosen(Nodes):
+class ScoredTree(DraftTree):
     """A tree that keeps the nodes with the best log scores of their paths (EAGLE-2's rule, arXiv 2406.16858)."""
 
     scores: list[float] = field(default_factory=list)
@@ -106,13 +106,13 @@ class Chosen(Nodes):
     def level(self, first: int) -> list[int]:
         return self._best(self.budget.branch, range(first, len(self.tokens)))
 
-    def others(self, first: Sequence[int]) -> list[int]:
+    def remaining(self, first: Sequence[int]) -> list[int]:
         """Return the best nodes. They form a tree, because a child never has a higher score than its parent, and the
         older node wins a tie."""
         taken = set(first)
         return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
 
-    def promise(self, nodes: Sequence[int]) -> float:
+    def acceptance_probability(self, nodes: Sequence[int]) -> float:
         return min(1.0, sum(math.exp(self.scores[node]) for node in nodes))
 
     def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
@@ -121,47 +121,47 @@ class Chosen(Nodes):
 
 
 @dataclass(slots=True)
-class Drawn(Nodes):
+class DrawnTree(DraftTree):
     """A tree whose nodes are drawn from the drafter's distributions.
 
     Every candidate with a place in `tree.shape` is kept, because choosing nodes by the drawn tokens would change the
-    distribution. However, a path whose probability is below `least` is not extended. This is allowed because it depends
-    only on the path to the node, as the distribution of its children does.
+    distribution. However, a path whose probability is below `min_probability` is not extended. This is allowed because
+    it depends only on the path to the node, as the distribution of its children does.
     """
 
-    least: float = 0.0
+    min_probability: float = 0.0
     ranks: list[tuple[int, ...]] = field(default_factory=list)
-    odds: list[float] = field(default_factory=list)
+    path_probabilities: list[float] = field(default_factory=list)
 
     def grow(self, parent: int, best: Ranked) -> None:
         if parent != ROOT and not self._expands(parent):
             return
-        ranks, odds = (self.ranks[parent], self.odds[parent]) if parent != ROOT else ((), 1.0)
+        ranks, probability = (self.ranks[parent], self.path_probabilities[parent]) if parent != ROOT else ((), 1.0)
         for rank, token in enumerate(best.tokens[: shape(self.budget)[ranks]]):
             self.add(token, parent)
             self.ranks.append((*ranks, rank))
-            self.odds.append(odds if best.q is None else odds * float(best.q[token]))
+            self.path_probabilities.append(probability if best.q is None else probability * float(best.q[token]))
         if best.q is not None:
             self.q[parent] = best.q
 
     def level(self, first: int) -> list[int]:
         return [node for node in range(first, len(self.tokens)) if self._expands(node)]
 
-    def with_elders(self, nodes: Sequence[int]) -> list[int]:
+    def with_older_siblings(self, nodes: Sequence[int]) -> list[int]:
         """Return these nodes, and all siblings that were drawn before them, because verification tries siblings in the
         order of the draws. Siblings have consecutive numbers."""
         return sorted({elder for node in nodes for elder in range(node - self.ranks[node][-1], node + 1)})
 
     def _expands(self, node: int) -> bool:
         """Return True if the children of a node are to be drawn."""
-        return self.ranks[node] in shape(self.budget) and self.odds[node] >= self.least
+        return self.ranks[node] in shape(self.budget) and self.path_probabilities[node] >= self.min_probability
 
-    def others(self, first: Sequence[int]) -> list[int]:
+    def remaining(self, first: Sequence[int]) -> list[int]:
         return sorted({*range(len(self.tokens))} - {*first})
 
 
 @dataclass(slots=True)
-class Growth:
+class TreeGrowth:
     """The growing tree of one request.
 
     Attributes:
@@ -173,38 +173,43 @@ class Growth:
     """
 
     ask: Ask
-    nodes: Nodes
+    nodes: DraftTree
     chosen: list[int] = field(default_factory=lambda: [ROOT])
     row_of: dict[int, int] = field(default_factory=lambda: {ROOT: NONE})
     _first: int = 0
     _level: int = 0
 
     @staticmethod
-    def begin(ask: Ask, budget: DraftBudget, least: float | None = None) -> Growth:
+    def begin(ask: Ask, budget: DraftBudget, min_probability: float = _MIN_DRAWN_PROBABILITY) -> TreeGrowth:
         """Begin a tree with only the root.
 
         Args:
             ask: The request for a draft.
             budget: Maximum size of the tree.
-            least: See `Drawn`. None for the default.
+            min_probability: See `DrawnTree`.
         """
-        return Growth(ask, Drawn(budget, least=_DRAWN if least is None else least) if ask.draws else Chosen(budget))
+        tree = DrawnTree(budget, min_probability=min_probability) if ask.draws else ScoredTree(budget)
+        return TreeGrowth(ask, tree)
 
     @property
-    def fed(self) -> list[int]:
+    def fed_nodes(self) -> list[int]:
         """The nodes that have been fed, in the order of their rows."""
         return list(self.row_of)[1:]
 
     @property
-    def above(self) -> list[int]:
-        """The parent row of each node in `fed`."""
-        return [self.row_of[self.nodes.parents[node]] for node in self.fed]
+    def parent_rows(self) -> list[int]:
+        """The parent row of each node in `fed_nodes`."""
+        return [self.row_of[self.nodes.parents[node]] for node in self.fed_nodes]
 
     def feed(self) -> int:
         """Assign the next rows to the chosen nodes, and return the first of these rows."""
         start = self.row_of[ROOT] + len(self.row_of)
         self.row_of.update((node, row) for row, node in enumerate(self.chosen, start))
         return start
+
+    def next_gain(self) -> float:
+        """Return the expected number of additional tokens from another level."""
+        return _NEXT_ACCEPTANCE * self.nodes.acceptance_probability(self.chosen)
 
     def descend(self) -> bool:
         """Choose the nodes of the newest level that get children. Return False if there are none."""
@@ -214,7 +219,7 @@ class Growth:
         return bool(self.chosen)
 
 
-class Growing(Drafter):
+class TreeDrafter(Drafter):
     """A drafter that grows trees level by level, with one pass per level for the whole batch.
 
     Candidates are ranked with the sampler's noise, so the draft predicts the target's draws at any temperature. Each of
@@ -235,7 +240,7 @@ class Growing(Drafter):
         pass."""
 
     @abstractmethod
-    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def roots(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         """Feed all tokens of these requests that have not been fed, including the pending tokens.
 
         Returns:
@@ -243,7 +248,7 @@ class Growing(Drafter):
         """
 
     @abstractmethod
-    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def level(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         """Feed the `chosen` nodes of all these trees in one pass (see `pack_level`).
 
         The parents of these nodes have been fed by `roots` or by an earlier level. If a request is missing here, its
@@ -253,52 +258,51 @@ class Growing(Drafter):
             For each tree, the logits [len(chosen), V] after its chosen nodes, in order.
         """
 
-    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """Return the candidates for each row of logits [R, V], given its path (see `Sampler.rank`)."""
         return growth.ask.rank(logits, paths, count)
 
-    def end(self, growth: Growth) -> Draft:
+    def finished_draft(self, growth: TreeGrowth) -> Draft:
         """Return the draft of a finished tree."""
         return growth.nodes.draft()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        growths = [Growth.begin(ask, self.limit(ask)) for ask in asks]
+        growths = [TreeGrowth.begin(ask, self.limit(ask)) for ask in asks]
         grow_trees(growths, self.roots, self._timed_level, self.rank, self._pays)
-        return [self.end(growth) for growth in growths]
+        return [self.finished_draft(growth) for growth in growths]
 
-    def _timed_level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def _timed_level(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         began = perf_counter()
         logits = self.level(growths)
         seconds, mean = perf_counter() - began, self._level_seconds
         self._level_seconds = seconds if mean is None else mean + (min(seconds, _OUTLIER * mean) - mean) / _MEMORY
         return logits
 
-    def _pays(self, growths: Sequence[Growth]) -> bool:
+    def _pays(self, growths: Sequence[TreeGrowth]) -> bool:
         """Return True if another level is worth its time, for all these trees together."""
         # If a tree already has its maximum number of nodes, growing it adds no rows to verification, so the price does
         # not apply.
         gain = sum(
-            _NEXT * growth.nodes.promise(growth.chosen)
-            - (growth.ask.price if len(growth.nodes.tokens) < growth.nodes.budget.nodes else 0.0)
+            growth.next_gain() - (growth.ask.price if len(growth.nodes.tokens) < growth.nodes.budget.nodes else 0.0)
             for growth in growths
         )
         return gain >= growths[0].ask.pace * (self._level_seconds or 0.0)
 
 
 def grow_trees(
-    growths: Sequence[Growth],
-    roots: Callable[[Sequence[Growth]], Sequence[Tensor]],
-    level: Callable[[Sequence[Growth]], Sequence[Tensor]],
-    rank: Callable[[Growth, Tensor, Sequence[Sequence[int]], int], list[Ranked]],
-    pays: Callable[[Sequence[Growth]], bool] = lambda growths: True,
+    growths: Sequence[TreeGrowth],
+    roots: Callable[[Sequence[TreeGrowth]], Sequence[Tensor]],
+    level: Callable[[Sequence[TreeGrowth]], Sequence[Tensor]],
+    rank: Callable[[TreeGrowth, Tensor, Sequence[Sequence[int]], int], list[Ranked]],
+    pays: Callable[[Sequence[TreeGrowth]], bool] = lambda growths: True,
 ) -> None:
     """Grow all trees together.
 
     Args:
         growths: The trees.
-        roots: See `Growing.roots`. It is called once.
-        level: See `Growing.level`. It is called once per depth.
-        rank: See `Growing.rank`.
+        roots: See `TreeDrafter.roots`. It is called once.
+        level: See `TreeDrafter.level`. It is called once per depth.
+        rank: See `TreeDrafter.rank`.
         pays: Returns False if another level is not worth its time.
     """
     growing = [growth for growth in growths if growth.nodes.budget.nodes]
@@ -310,7 +314,7 @@ def grow_trees(
             for node, best in zip(growth.chosen, ranked, strict=True):
                 nodes.grow(node, best)
         growing = [growth for growth in growing if growth.descend()]
-        growing = [growth for growth in growing if _NEXT * growth.nodes.promise(growth.chosen) >= growth.ask.price]
+        growing = [growth for growth in growing if growth.next_gain() >= growth.ask.price]
         if growing and not pays(growing):
             break
         read = level
@@ -329,7 +333,9 @@ def logits_of(states: Tensor, counts: Sequence[int], logits: Callable[[Tensor], 
     return list(logits(filled)[: len(real)].split(list(counts)))
 
 
-def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Rows:
+def pack_level(
+    growths: Sequence[TreeGrowth], slots: Sequence[int], lengths: Sequence[int], device: torch.device
+) -> Rows:
     """Return the rows of one level: the chosen nodes of each tree, which follow the rows of its earlier levels.
 
     Args:
@@ -347,7 +353,7 @@ def pack_level(growths: Sequence[Growth], slots: Sequence[int], lengths: Sequenc
         nodes = [*growth.chosen, *growth.chosen[:1] * padding]
         tokens.append([growth.nodes.tokens[node] for node in nodes])
         positions.append([length - 1 + growth.nodes.depths[node] for node in nodes])
-        parents.append((*growth.above, *[NONE] * padding))
+        parents.append((*growth.parent_rows, *[NONE] * padding))
     return Rows(
         tokens=torch.tensor(tokens, device=device),
         positions=torch.tensor(positions, device=device),

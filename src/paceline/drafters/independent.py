@@ -12,13 +12,13 @@ from torch import Tensor
 from paceline.drafters.base import Ask
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget
-from paceline.verify.tree import Place, close, places
+from paceline.verify.tree import Place, places, renumber_siblings
 
-Chance = Callable[[Place], float]
+AcceptanceProbability = Callable[[Place], float]
 """A function that returns the probability that a place is accepted, given that its parent is accepted."""
 
 
-def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
+def best_tree(probability_of: AcceptanceProbability, budget: DraftBudget) -> tuple[Place, ...]:
     """Return the tree with the highest expected number of accepted tokens per round. The best places come first.
 
     The probability that a place is accepted is the product of the probabilities on its path, and a round accepts, on
@@ -27,26 +27,26 @@ def best(chance: Chance, budget: DraftBudget) -> tuple[Place, ...]:
     2402.12374) use this greedy rule. Places with probability 0 are omitted.
 
     Args:
-        chance: Acceptance probabilities. They must be at most 1.
+        probability_of: Acceptance probabilities. They must be at most 1.
         budget: Maximum size of the tree.
     """
-    heap: list[tuple[float, Place]] = [(-1.0, ())]
+    heap: list[tuple[float, Place]] = [(-1.0, ())]  # the heap returns the smallest entry, so probabilities are negated
     kept: list[Place] = []
     while heap and len(kept) <= budget.nodes:
-        odds, place = heappop(heap)
+        negated, place = heappop(heap)
         kept.append(place)
         for rank in range(budget.branch if len(place) < budget.depth else 0):
-            below = (*place, rank)
-            if (chances := odds * chance(below)) < 0.0:
-                heappush(heap, (chances, below))
+            child = (*place, rank)
+            if (product := negated * probability_of(child)) < 0.0:
+                heappush(heap, (product, child))
     return tuple(kept[1:])
 
 
-def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
+def draft_independently(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | None = None) -> Draft:
     """Return one request's draft.
 
     It consists of the likeliest nodes. A node's probability is the product along its path. For an acceptance rule that
-    draws, the shape is fixed in advance (see `fixed`).
+    draws, the shape is fixed in advance (see `fixed_tree`).
 
     Args:
         ask: The request for a draft.
@@ -56,12 +56,12 @@ def independent(ask: Ask, budget: DraftBudget, logits: Tensor, subset: Subset | 
     """
     logits = logits[: budget.depth].cpu()
     if ask.draws:
-        shape = fixed(budget.within(len(logits)), (), True)
-        return shape.draft(rank(ask, logits, shape.widths, subset))
-    return _likeliest(budget, rank(ask, logits, [budget.branch] * len(logits), subset))
+        shape = fixed_tree(budget.within(len(logits)), (), True)
+        return shape.draft(rank_by_depth(ask, logits, shape.widths, subset))
+    return _most_likely_tree(budget, rank_by_depth(ask, logits, [budget.branch] * len(logits), subset))
 
 
-def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
+def rank_by_depth(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None = None) -> list[Ranked]:
     """Return `widths[d]` candidates for each depth d, ranked by its row of logits [D, V].
 
     Logits processors see the path of the best candidates at smaller depths. Below other parents, a child may be one
@@ -81,8 +81,8 @@ def rank(ask: Ask, logits: Tensor, widths: Sequence[int], subset: Subset | None 
     return ranked
 
 
-def _likeliest(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
-    """Return the tree of `best`, for probabilities that decrease with the rank.
+def _most_likely_tree(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
+    """Return the tree of `best_tree`, for probabilities that decrease with the rank.
 
     A node's first child and its next sibling are never likelier than the node. When a node is added, it is therefore
     enough to consider these two, instead of all siblings at once.
@@ -134,7 +134,7 @@ class FixedTree:
         return Draft(tuple(tokens), tuple(parents), q)
 
 
-def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
+def _taper(closed: Sequence[Place]) -> tuple[Place, ...]:
     """Return the places of a smaller tree, where every descendant of an only child is itself an only child.
 
     `closed`: Places numbered without gaps, so that an only child has no sibling with rank 1.
@@ -149,7 +149,7 @@ def _tapering(closed: Sequence[Place]) -> tuple[Place, ...]:
 
 
 @lru_cache(maxsize=256)
-def fixed(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> FixedTree:
+def fixed_tree(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> FixedTree:
     """Return a tree of fixed shape.
 
     Depending on earlier draws, a logits processor may leave a depth with fewer candidates than places. The rule `block`
@@ -161,7 +161,7 @@ def fixed(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> FixedTr
         drawn: True if siblings are drawn. Their ranks then have no gaps, and only a chain continues an only child.
     """
     kept = places(budget, order)
-    kept = _tapering(close(kept)) if drawn else kept
+    kept = _taper(renumber_siblings(kept)) if drawn else kept
     rows: dict[Place, int] = {place: row for row, place in enumerate(((), *kept))}
     nodes = tuple((rows[place[:-1]], len(place) - 1, place[-1]) for place in kept)
     depth = max(map(len, kept), default=0)

@@ -9,16 +9,16 @@ from dataclasses import replace
 from torch import Tensor
 
 from paceline.drafters.base import Ask
-from paceline.drafters.growth import ROOT, Growth, grow_trees
+from paceline.drafters.growth import ROOT, TreeGrowth, grow_trees
 from paceline.models.block import BlockNetwork
 from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget
 
-_LEAST = 1e-6
+_MIN_CONFIDENCE = 1e-6
 """Lower bound for the probability from a confidence head. It keeps the logarithm finite."""
 
 
-class Blocks:
+class BlockTrees:
     """Grows the drafts of a round from the results of a single pass. Each level then costs only a small matrix product.
 
     A confidence head estimates the probability that the best token at a depth is accepted. This estimate replaces the
@@ -37,33 +37,33 @@ class Blocks:
         self._network = network
         self._states = {ask.slot: line for ask, line in zip(asks, states, strict=True)}
         self._logits = {ask.slot: line for ask, line in zip(asks, network.logits(states), strict=True)}
-        self._sure: dict[int, list[float]] = {}
+        self._confidence: dict[int, list[float]] = {}
 
     def drafts(self, asks: Sequence[Ask], budgets: Sequence[DraftBudget]) -> list[Draft]:
-        growths = [Growth.begin(ask, budget) for ask, budget in zip(asks, budgets, strict=True)]
+        growths = [TreeGrowth.begin(ask, budget) for ask, budget in zip(asks, budgets, strict=True)]
         grow_trees(growths, self._level, self._level, self._rank)
         return [growth.nodes.draft() for growth in growths]
 
-    def _level(self, growths: Sequence[Growth]) -> list[Tensor]:
+    def _level(self, growths: Sequence[TreeGrowth]) -> list[Tensor]:
         """Return the logits [len(chosen), C] after the chosen nodes of each tree."""
-        return [self._after(growth) for growth in growths]
+        return [self._logits_after(growth) for growth in growths]
 
-    def _after(self, growth: Growth) -> Tensor:
+    def _logits_after(self, growth: TreeGrowth) -> Tensor:
         slot, nodes, first = growth.ask.slot, growth.nodes, growth.chosen[0]
         depth = 0 if first == ROOT else nodes.depths[first]
         tokens = [growth.ask.last if node == ROOT else nodes.tokens[node] for node in growth.chosen]
         logits, sure = self._network.follow(tokens, self._states[slot][depth], self._logits[slot][depth])
-        self._sure[slot] = [] if sure is None else sure.clamp(_LEAST).tolist()
+        self._confidence[slot] = [] if sure is None else sure.clamp(_MIN_CONFIDENCE).tolist()
         return logits
 
-    def _rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def _rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         ranked = growth.ask.rank(logits, paths, count, self._network.subset)
-        sure = self._sure[growth.ask.slot]
+        sure = self._confidence[growth.ask.slot]
         if growth.ask.draws or not sure:
             return ranked
-        return [_trusted(one, math.log(share)) for one, share in zip(ranked, sure, strict=True)]
+        return [_shift_scores(one, math.log(share)) for one, share in zip(ranked, sure, strict=True)]
 
 
-def _trusted(ranked: Ranked, best: float) -> Ranked:
+def _shift_scores(ranked: Ranked, best: float) -> Ranked:
     """Return the candidates with all scores shifted by the same amount, so that the first score is `best`."""
     return replace(ranked, scores=[score - ranked.scores[0] + best for score in ranked.scores])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.drafters.base import Ask
 from paceline.drafters.hosted import LastState
-from paceline.drafters.independent import fixed, rank
+from paceline.drafters.independent import fixed_tree, rank_by_depth
 from paceline.kernels.linear import memory_bound_rows
 from paceline.models.heads import MedusaConfig
 from paceline.models.medusa import MedusaHeads
@@ -17,7 +17,7 @@ from paceline.protocols import TargetWithHead
 from paceline.types import Draft, DraftBudget
 from paceline.verify.tree import places
 
-_WHOLE = DraftBudget(512, 512, 1 << 20)
+_UNLIMITED = DraftBudget(512, 512, 1 << 20)
 """A budget that no tree exceeds."""
 
 
@@ -26,7 +26,7 @@ class Medusa(LastState):
 
     The tree has a fixed shape: `config.paths`, with the best places first, or the default of `tree.places`. A smaller
     budget keeps the first places. All places at the same depth take their tokens from the ranking of one head (see
-    `independent.rank`).
+    `independent.rank_by_depth`).
     """
 
     def __init__(self, config: MedusaConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:
@@ -43,14 +43,14 @@ class Medusa(LastState):
         """
         self._heads, self._depth, self._order = MedusaHeads(config, tensors, target), config.heads, config.paths
         self.draft = DraftBudget(15, config.heads, 4)
-        if kept := places(_WHOLE.within(config.heads), config.paths) if config.paths else ():
+        if kept := places(_UNLIMITED.within(config.heads), config.paths) if config.paths else ():
             whole = DraftBudget(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
             # The best places come first. Beyond the rows that are nearly free, another row costs more than it gains.
             self.draft = whole.within(whole.depth, memory_bound_rows(target.device) - 1)
         super().__init__()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        shapes = [fixed(ask.budget.within(self._depth), self._order, ask.draws) for ask in asks]
+        shapes = [fixed_tree(ask.budget.within(self._depth), self._order, ask.draws) for ask in asks]
         # A prompt of one token has no prefill, so there is no hidden state to draft from.
         able = [i for i, ask in enumerate(asks) if ask.slot in self._states and shapes[i].widths]
         drafts = [Draft()] * len(asks)
@@ -59,7 +59,7 @@ class Medusa(LastState):
         deepest = max(len(shapes[i].widths) for i in able)
         logits = self._logits([asks[i].slot for i in able], deepest)
         for line, i in enumerate(able):
-            drafts[i] = shapes[i].draft(rank(asks[i], logits[:, line], shapes[i].widths))
+            drafts[i] = shapes[i].draft(rank_by_depth(asks[i], logits[:, line], shapes[i].widths))
         return drafts
 
     @torch.inference_mode()

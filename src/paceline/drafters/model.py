@@ -11,16 +11,16 @@ from torch.nn.functional import pad
 
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedDrafter, CachedSlot
-from paceline.drafters.growth import Growing, Growth, pack_level
+from paceline.drafters.growth import TreeDrafter, TreeGrowth, pack_level
 from paceline.protocols import Saved, Target, restored
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget, Want
 from paceline.verify.tree import chunk_end, pack, pack_prefix
 
-SHARED = 32
+MAX_SHARED_PASS = 32
 """Maximum number of tokens of a request in a pass with other requests. Longer texts are first fed in separate passes,
 because all requests in a pass are padded to the longest one."""
-READ = 128
+MAX_READ = 128
 """Maximum number of tokens of a text that a round reads in a separate pass, because all requests wait for it. Until the
 text has been read, it gets no drafts. With rules other than `match`, the whole text is read at once."""
 
@@ -34,7 +34,7 @@ class SavedText(Saved):
     cache: Saved
 
 
-class DraftModel(CachedDrafter[CachedSlot], Growing):
+class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
     """Drafts with any `Target` that has the same vocabulary. Its device and dtype may differ from the target's."""
 
     draft = DraftBudget.chain(8)
@@ -84,17 +84,17 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         state = self._slots[ask.slot]
         # If `propose` is called again before `observe`, feed the pending token again.
         self._cache.truncate(state.cache_slot, min(self._cache.lengths[state.cache_slot], len(state.token_ids) - 1))
-        while len(self._uncached(state)) > SHARED:
+        while len(self._uncached(state)) > MAX_SHARED_PASS:
             if not self._copy_prompt(state):
                 self._read_prompt(state)
             # With other rules, the text depends on the drafts, so the drafts must not depend on what was read earlier.
-            if ask.sampler.rule == "match" and (left := len(self._uncached(state))) > SHARED:
+            if ask.sampler.rule == "match" and (left := len(self._uncached(state))) > MAX_SHARED_PASS:
                 return left
         return 0
 
     def _read_prompt(self, state: CachedSlot) -> None:
         done = self._cache.lengths[state.cache_slot]
-        chunk = state.token_ids[done : min(chunk_end(done, READ), len(state.token_ids) - 1)]
+        chunk = state.token_ids[done : min(chunk_end(done, MAX_READ), len(state.token_ids) - 1)]
         rows = pack_prefix(chunk, state.cache_slot, done, self._model.device)
         self._model.forward(rows, self._cache, Want("none"))
         self._cache.commit(rows, [range(1, len(chunk))])
@@ -103,7 +103,7 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
         """Return the tokens that are not cached yet. At least the pending token is among them."""
         return state.token_ids[self._cache.lengths[state.cache_slot] :]
 
-    def roots(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def roots(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
         rest = [self._uncached(state) for state in states]
         slots = [state.cache_slot for state in states]
@@ -125,21 +125,21 @@ class DraftModel(CachedDrafter[CachedSlot], Growing):
             known = min(lengths[other.cache_slot], most)
             # Rotary factors may depend on the length of the prompt.
             same = prompts[other.cache_slot] == prompts[slot] and other.token_ids[:known] == state.token_ids[:known]
-            if same and known > lengths[slot] + SHARED:
+            if same and known > lengths[slot] + MAX_SHARED_PASS:
                 state.cache_slot = self._cache.fork(other.cache_slot)
                 self._cache.truncate(state.cache_slot, known)
                 self._cache.release(slot)
                 return True
         return False
 
-    def level(self, growths: Sequence[Growth]) -> Sequence[Tensor]:
+    def level(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         states = [self._slots[growth.ask.slot] for growth in growths]
         lengths = [len(state.token_ids) for state in states]
         rows = pack_level(growths, [state.cache_slot for state in states], lengths, self._model.device)
         logits = self._model.forward(rows, self._cache, Want()).logits
         return [line[: len(growth.chosen)] for line, growth in zip(logits, growths, strict=True)]
 
-    def rank(self, growth: Growth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
+    def rank(self, growth: TreeGrowth, logits: Tensor, paths: Sequence[Sequence[int]], count: int) -> list[Ranked]:
         """Cut or pad the logits to the target's vocabulary."""
         if self._subset is None:
             logits = pad(logits, (0, self._vocab - logits.shape[-1]), value=-math.inf)

@@ -13,9 +13,9 @@ from paceline.types import Draft, DraftBudget, Tap, Verdict
 
 _ID_BITS = 32
 """Token ids are below 2**31, so id + 1 is a digit from 1 to 2**32 - 1."""
-_FREE = 3
+_MIN_DRAFT = 3
 """Minimum number of tokens to draft for a match. A pass of four rows costs as much as a pass of two rows."""
-_KEPT = 1 << 15
+_MIN_INDEXED = 1 << 15
 """Number of latest tokens that are always indexed. At most twice this number is indexed, which bounds the memory (about
 0.4 kB per token)."""
 
@@ -77,7 +77,7 @@ def _continuation(ask: Ask, index: _Index, path: Sequence[int]) -> list[int]:
     n, start = index.lookup(path)
     count = min(ask.budget.nodes, ask.budget.depth) - len(path)
     if n < index.max_n:
-        count = 0 if ask.sure else min(count, max(_FREE, 2 * n))
+        count = 0 if ask.sure else min(count, max(_MIN_DRAFT, 2 * n))
     if n == 0 or count <= 0:
         return []
     tokens = index.text[start : start + count]
@@ -113,7 +113,7 @@ class _Index:
         for end in range(self.done + 1, len(self.text)):
             for key in self._keys(self.text, end):
                 self.follows[key] = end
-            if not end % _KEPT:
+            if not end % _MIN_INDEXED:
                 self.follows, self.older = {}, self.follows
         self.done = max(self.done, len(self.text) - 1)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from paceline.drafters.base import Ask
 from paceline.drafters.eagle import Eagle
-from paceline.drafters.growth import Growth, logits_of
-from paceline.drafters.independent import independent
+from paceline.drafters.growth import TreeGrowth, logits_of
+from paceline.drafters.independent import draft_independently
 from paceline.types import Draft
 from paceline.verify.tree import pack
 
@@ -30,17 +30,17 @@ class ParallelEagle(Eagle):
 
     @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        growths = [Growth.begin(ask, self.limit(ask).within(_DEPTH)) for ask in asks]
+        growths = [TreeGrowth.begin(ask, self.limit(ask).within(_DEPTH)) for ask in asks]
         busy = [growth for growth in growths if growth.nodes.budget.nodes]
         guesses = dict(zip((growth.ask.slot for growth in busy), self._guess(busy), strict=True)) if busy else {}
         return [
-            independent(growth.ask, growth.nodes.budget, guesses[growth.ask.slot], self._net.subset)
+            draft_independently(growth.ask, growth.nodes.budget, guesses[growth.ask.slot], self._net.subset)
             if growth.ask.slot in guesses
             else Draft()
             for growth in growths
         ]
 
-    def _guess(self, growths: Sequence[Growth]) -> list[Tensor]:
+    def _guess(self, growths: Sequence[TreeGrowth]) -> list[Tensor]:
         """Return, for each request, the logits [depth, C] of the tokens after its pending token."""
         first = self.roots(growths)
         more = max(growth.nodes.budget.depth for growth in growths) - 1

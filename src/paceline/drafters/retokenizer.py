@@ -10,15 +10,15 @@ from typing import Protocol
 
 from paceline.drafters.vocab_map import VocabMap
 
-_OPEN, _KEPT, _BEFORE = 400, 80, 80
+_MAX_OPEN, _MIN_OPEN, _CONTEXT = 400, 80, 80
 """Lengths in characters: the maximum that is encoded again in each round, the minimum that stays open after a cut, and
 the context that is encoded before the open part so that no token depends on the cut."""
-_TRIES = 4
+_MAX_CUTS = 4
 """Number of cuts to try at spaces, and number of cuts to try then at any character."""
-_TAIL = 12
+_COMMITTED_TOKENS = 12
 """Number of committed target tokens that are encoded together with drafted text, so that the text is tokenized as their
 continuation."""
-_WORD = re.compile(r"(?<=\S)(?=\s)")
+_WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
 class TokenReader(Protocol):
@@ -102,17 +102,17 @@ class Retokenizer:
 
     def _settle(self) -> None:
         """If the open part is long, settle everything except its end."""
-        if len(self._open) <= _OPEN:
+        if len(self._open) <= _MAX_OPEN:
             return
-        last = len(self._open) - _KEPT
-        spaces = [hit.start() for hit in _WORD.finditer(self._open, max(0, last - _KEPT), last)]
-        for cut in [*spaces[: -_TRIES - 1 : -1], *range(last, last - _TRIES, -1)]:
+        last = len(self._open) - _MIN_OPEN
+        spaces = [hit.start() for hit in _WORD_END.finditer(self._open, max(0, last - _MIN_OPEN), last)]
+        for cut in [*spaces[: -_MAX_CUTS - 1 : -1], *range(last, last - _MAX_CUTS, -1)]:
             tokens = self._tokens(self._open[:cut])
             end = self._settled + len(tokens)
             if self.ids[self._settled : end] == tokens:
                 break
         self._settled = end
-        self._before = (self._before + self._open[:cut])[-_BEFORE:]
+        self._before = (self._before + self._open[:cut])[-_CONTEXT:]
         self._open = self._open[cut:]
 
 
@@ -131,7 +131,7 @@ def continuation(vocab_map: VocabMap, text: Sequence[int], drafted: bytes) -> li
     Returns:
         The target tokens.
     """
-    tail = b"".join(vocab_map.target_bytes.get(token, b"") for token in text[-_TAIL:])
+    tail = b"".join(vocab_map.target_bytes.get(token, b"") for token in text[-_COMMITTED_TOKENS:])
     encode = vocab_map.target.tokenizer.encode
     tokens = encode((tail + drafted).decode(errors="ignore"), special=False)
     found: list[int] = []

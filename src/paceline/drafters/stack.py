@@ -12,7 +12,7 @@ from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
-SURE = 0.5
+MIN_LOOKUP_PROBABILITY = 0.5
 """Probability above which the first token of a lookup is worth more than the first token of a learned drafter, which
 takes time (docs/notes/drafters.md#cascades)."""
 
@@ -58,7 +58,7 @@ class DrafterStack(Drafter):
         self.replayable = all(d.replayable for d in drafters)
         self.free = all(d.free for d in drafters)
         self.reads_prompt = any(d.reads_prompt for d in drafters)
-        self.draft: DraftBudget = _widest(drafters)
+        self.draft: DraftBudget = _enclosing_budget(drafters)
         kinds = list(dict.fromkeys(drafter.free for drafter in drafters))
         self._part_of = [kinds.index(drafter.free) for drafter in drafters]
         self._parts = tuple(_part([drafter for drafter in drafters if drafter.free == kind]) for kind in kinds)
@@ -145,7 +145,7 @@ class DrafterStack(Drafter):
         asked = dict[int, Ask]()
         for i, ask in enumerate(asks):
             if not drafts[i].tokens and (allowed := _allowance(ask, part)).budget.nodes:
-                sure = SURE if later is not None and _allowance(ask, later).budget.nodes else 0.0
+                sure = MIN_LOOKUP_PROBABILITY if later is not None and _allowance(ask, later).budget.nodes else 0.0
                 budget = allowed.budget.limited(drafter.draft)
                 asked[i] = replace(ask, budget=budget, price=allowed.price, pace=allowed.pace, sure=sure, parts=())
         for i, draft in zip(asked, drafter.propose([*asked.values()]) if asked else (), strict=True):
@@ -195,10 +195,10 @@ def _allowance(ask: Ask, part: int) -> Allowance:
 
 def _part(drafters: Sequence[Drafter]) -> DrafterPart:
     """Return the part that consists of these drafters. They must all be lookups, or all be learned drafters."""
-    return DrafterPart(_widest(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
+    return DrafterPart(_enclosing_budget(drafters), drafters[0].free, any(drafter.reads_prompt for drafter in drafters))
 
 
-def _widest(drafters: Sequence[Drafter]) -> DraftBudget:
+def _enclosing_budget(drafters: Sequence[Drafter]) -> DraftBudget:
     """Return the smallest budget that has room for the draft of any of these drafters."""
     sizes = [drafter.draft for drafter in drafters]
     return DraftBudget(max(s.nodes for s in sizes), max(s.depth for s in sizes), max(s.branch for s in sizes))

@@ -17,22 +17,22 @@ from paceline.verify.tree import MIN_ROWS
 
 # These values were tuned by replaying 438 recorded answers (docs/notes/drafters.md#lookup-drafters-tuned-offline).
 # Small changes to any of these values hardly change the estimated speed.
-_DOUBT = 2.0
+_HALF_EVIDENCE = 2.0
 """The evidence (match length times mean count) that makes a context right half of the time."""
-_RECENT = 0.5
+_RECENCY_BONUS = 0.5
 """Bonus for the latest continuation, in occurrences."""
-_LEVELS = 4
+_MAX_CONTEXTS = 4
 """Maximum number of contexts to evaluate per node, longest first."""
-_CERTAIN = 0.9
+_MAX_TRUST = 0.9
 """If the trust in a context exceeds this number, shorter contexts are not evaluated."""
-_FOLLOWERS = 16
+_MAX_FOLLOWERS = 16
 """Maximum number of continuations to evaluate per context, most recent first."""
-_CONTINUED = 0.4
+_MIN_EXTENSION_PROBABILITY = 0.4
 """Minimum probability of a token that extends another drafter's chain. It is high, because the chain itself may be
 wrong."""
 _REMATCH = 64
 """Number of tokens to look up again after the memory has started over."""
-_END = -1
+_SEPARATOR = -1
 """The separator after each remembered text. No token has this id, so no match crosses the separator."""
 
 Context = tuple[SuffixAutomaton, int, int]
@@ -52,7 +52,7 @@ class Suffix(Drafter):
         limit: Maximum number of tokens per text (about 0.6 kB each), at least 2. When it is exceeded, the older half is
             dropped.
         floor: Minimum probability of a node, 0 to 1. With 0, every budget is filled. The default suits targets whose
-            passes take about 4 % longer for each additional row.
+            passes take about 4% longer for each additional row.
         memory: Maximum number of remembered tokens, at least 2, if `remember` is True. None for the same number as
             `limit`.
 
@@ -115,7 +115,7 @@ class Suffix(Drafter):
         try:
             while self._finished:
                 memory.extend(self._finished.pop(0))
-                memory.push(_END)
+                memory.push(_SEPARATOR)
         except BaseException:
             memory.clear()
             raise
@@ -126,7 +126,7 @@ class Suffix(Drafter):
             contexts = [(source, *source.step(state, length, token)) for source, state, length in contexts]
         count = len(draft.tokens)
         room = DraftBudget.chain(max(0, min(ask.budget.nodes, ask.budget.depth) - count))
-        more = grow(contexts, room, max(_CONTINUED, ask.price), 0)
+        more = grow(contexts, room, max(_MIN_EXTENSION_PROBABILITY, ask.price), 0)
         return replace(draft, tokens=draft.tokens + more.tokens, parents=tuple(range(count + len(more.tokens))))
 
     def _draft(self, ask: Ask, together: int) -> Draft:
@@ -189,18 +189,18 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
     tokens: list[int] = []
     parents: list[int] = []
     heap: list[tuple[float, int, int, int, int, list[Context]]] = []
-    chance, row, depth, serial = 1.0, 0, 0, 0
+    probability, row, depth, serial = 1.0, 0, 0, 0
     while len(tokens) < budget.nodes:
         if depth < budget.depth:
-            for token, share in likeliest(contexts, budget.branch):
+            for token, conditional in likeliest(contexts, budget.branch):
                 # The serial number decides ties in favour of the older node, so that contexts are never compared.
                 serial += 1
-                heappush(heap, (-share * chance, serial, token, row, depth + 1, contexts))
+                heappush(heap, (-conditional * probability, serial, token, row, depth + 1, contexts))
         if not heap:
             break
         negative, _, token, parent, depth, contexts = heappop(heap)
-        chance = -negative
-        if chance < floor and len(tokens) >= free:
+        probability = -negative
+        if probability < floor and len(tokens) >= free:
             break
         contexts = [(source, *source.step(state, length, token)) for source, state, length in contexts]
         tokens.append(token)
@@ -218,17 +218,17 @@ def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]
     """
     found: dict[int, float] = {}
     rest = 1.0
-    open_ = list(contexts)
-    for _ in range(_LEVELS):
-        at = _longest(open_)
-        source, state, length = open_[at]
+    remaining = list(contexts)
+    for _ in range(_MAX_CONTEXTS):
+        at = _longest(remaining)
+        source, state, length = remaining[at]
         if not length:
             break
-        rest *= 1.0 - _weigh(found, source.followers(state, _FOLLOWERS), length, rest)
-        if rest < 1.0 - _CERTAIN:
+        rest *= 1.0 - _weigh(found, source.followers(state, _MAX_FOLLOWERS), length, rest)
+        if rest < 1.0 - _MAX_TRUST:
             break
-        open_[at] = (source, *source.shorter(state))
-    found.pop(_END, None)
+        remaining[at] = (source, *source.shorter(state))
+    found.pop(_SEPARATOR, None)
     if len(found) < 2:
         return list(found.items())
     return sorted(found.items(), key=lambda item: item[1], reverse=True)[:most]
@@ -257,9 +257,9 @@ def _weigh(found: dict[int, float], followers: Sequence[tuple[int, int]], length
         return 0.0
     seen = sum([count for _, count in followers])
     evidence = length * seen / len(followers)
-    trust = evidence / (evidence + _DOUBT)
-    weight = rest * trust / (seen + _RECENT)
-    bonus = _RECENT
+    trust = evidence / (evidence + _HALF_EVIDENCE)
+    weight = rest * trust / (seen + _RECENCY_BONUS)
+    bonus = _RECENCY_BONUS
     for token, count in followers:
         found[token] = found.get(token, 0.0) + weight * (count + bonus)
         bonus = 0.0

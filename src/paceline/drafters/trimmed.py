@@ -24,15 +24,15 @@ DraftVocab = int | str | Path
 """The tokens that a drafter scores: "auto", a number of tokens (0 for all), or a JSONL file of the target's answers,
 which selects their most frequent tokens."""
 
-_LARGE = 1 << 16
+_TRIM_ABOVE = 1 << 16
 """Vocabulary size above which "auto" trims the head."""
-_LOWEST = 3 << 14
+_KEPT_LOWEST_IDS = 3 << 14
 """Number of tokens that "auto" keeps. It keeps the lowest ids, because tokenizers number merges in order of frequency.
-In answers of Qwen2.5-Coder 1.5B, 3 % of the tokens have higher ids. If only 32k tokens were kept, it would be 6 %, and
-with 16k tokens 11 % (docs/notes/drafters.md#trimmed-output-heads)."""
-_FREQUENT = 1 << 15
+In answers of Qwen2.5-Coder 1.5B, 3% of the tokens have higher ids. If only 32k tokens were kept, it would be 6%, and
+with 16k tokens 11% (docs/notes/drafters.md#trimmed-output-heads)."""
+_KEPT_FREQUENT = 1 << 15
 """Number of tokens to keep if a file of answers shows which tokens are frequent."""
-_LIMIT = 16 * MIB
+_MAX_ANSWER_BYTES = 16 * MIB
 """Maximum number of bytes to read from a file of answers. They hold about four million tokens, and reading them takes
 about 4 s."""
 
@@ -70,17 +70,17 @@ def head_tokens(wanted: DraftVocab, target: Loaded, tokenizer: Tokenizer, size: 
     size = min(size, target.target.vocab_size)
     if vocabulary_of(tokenizer) != vocabulary_of(target.tokenizer):
         return None
-    counts, kept = torch.zeros(size, dtype=torch.int64), _LOWEST if size > _LARGE else 0
+    counts, kept = torch.zeros(size, dtype=torch.int64), _KEPT_LOWEST_IDS if size > _TRIM_ABOVE else 0
     if isinstance(wanted, int):
         kept = wanted
     elif wanted != "auto":
-        counts, kept = count(_answers(Path(wanted), tokenizer, size), size), _FREQUENT
+        counts, kept = count(_answers(Path(wanted), tokenizer, size), size), _KEPT_FREQUENT
     always = [token for token in target.eos if token < size]
     return choose(counts, max(kept, len(always)), always) if 0 < kept < size else None
 
 
 def _answers(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[list[int]]:
-    """Yield, for each answer in the first `_LIMIT` bytes of a file, its token ids below `size`.
+    """Yield, for each answer in the first `_MAX_ANSWER_BYTES` bytes of a file, its token ids below `size`.
 
     The rows have the format of answers of `paceline train`: {"answer": text, "token_ids"?: [...]}. Raises
     `InvalidData`.
@@ -88,9 +88,9 @@ def _answers(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[list[int]]
     found = False
     with open_regular(path) as file:
         number = 0
-        while (left := _LIMIT - file.tell()) > 0 and (line := file.readline(left)):
+        while (left := _MAX_ANSWER_BYTES - file.tell()) > 0 and (line := file.readline(left)):
             number += 1
-            if line.strip() and (line.endswith(b"\n") or file.tell() < _LIMIT):
+            if line.strip() and (line.endswith(b"\n") or file.tell() < _MAX_ANSWER_BYTES):
                 found = True
                 yield [token for token in _token_ids(path, number, line, tokenizer) if token < size]
     if not found:

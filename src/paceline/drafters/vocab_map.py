@@ -81,7 +81,7 @@ class VocabMap:
         own = _opening(self.target)
         return prompt[len(own) :] if list(prompt[: len(own)]) == own else prompt
 
-    def share(self) -> float:
+    def shared_fraction(self) -> float:
         """Return the share (0 to 1) of the target's tokens in `SAMPLE` that the draft model also has."""
         tokens = self.target.tokenizer.encode(SAMPLE, special=False)
         return sum(token in self.shared for token in tokens) / max(len(tokens), 1)

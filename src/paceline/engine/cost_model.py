@@ -6,18 +6,18 @@ from bisect import bisect_left
 from itertools import accumulate
 from math import inf
 
-_MEMORY = 0.98
+_DECAY = 0.98
 """Decay of a measurement per round."""
 _MAX_WEIGHT = 8.0
 """Maximum weight of a mean, in measurements. It is low because a machine's speed drifts."""
-_LEAST_SECONDS = 1e-9
+_MIN_SECONDS = 1e-9
 """Minimum of a measured time. A coarse clock may measure 0, but some costs are divisors."""
 _OUTLIER = 1.5
 """Measurements are clipped to this multiple of the mean, because other programs may slow the machine down for a
 moment."""
 
 
-class Fading:
+class FadingMean:
     """A mean of measurements that gives recent ones more weight."""
 
     __slots__ = ("_clip", "_round", "_warm", "_weight", "value")
@@ -52,7 +52,7 @@ class Fading:
             measured = min(measured, self._clip * self.value)
         else:
             measured = min(measured, self.value)
-        weight = self._weight * _MEMORY ** (round - self._round)
+        weight = self._weight * _DECAY ** (round - self._round)
         self.value += (measured - self.value) / (weight + 1)
         self._weight, self._round = min(weight + 1, _MAX_WEIGHT), round
 
@@ -67,7 +67,7 @@ class Curve:
     def __init__(self, slope: float) -> None:
         """Make a curve. `slope`: Relative cost of each increment of the size, until two sizes have been measured."""
         self._slope = slope
-        self._seen: dict[int, Fading] = {}
+        self._seen: dict[int, FadingMean] = {}
         self._points: tuple[list[int], list[float]] = [], []
         """Sizes and their seconds. They are one attribute, so that an interrupt cannot leave lists of unequal
         length."""
@@ -81,8 +81,8 @@ class Curve:
         """Add a measurement. Large sizes are rounded, so that similar sizes share their measurements."""
         step = 1 << max(0, size.bit_length() - 4)
         size = -(-size // step) * step
-        seen = self._seen.setdefault(size, Fading())
-        seen.add(max(seconds, _LEAST_SECONDS), round)
+        seen = self._seen.setdefault(size, FadingMean())
+        seen.add(max(seconds, _MIN_SECONDS), round)
         sizes = self._points[0]
         if seen.known and size not in sizes:
             sizes = sorted([*sizes, size])

@@ -21,10 +21,10 @@ Origin = Literal["draft", "correction", "bonus", "plain"]
 """Origin of a token: "draft" if it was drafted and accepted. Otherwise the target added it: after a rejection
 ("correction"), after a draft that was accepted as a whole ("bonus"), or without a draft ("plain")."""
 
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-_CHARACTER = 4
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_CHARACTER_BYTES = 4
 """Maximum number of bytes in a UTF-8 character, and therefore of tokens."""
-_UNFINISHED = 2 * _CHARACTER
+_MAX_INCOMPLETE_TOKENS = 2 * _MAX_CHARACTER_BYTES
 """Maximum number of tokens that wait for the rest of a character. More tokens cannot be valid UTF-8, so they are shown
 as U+FFFD."""
 
@@ -91,15 +91,15 @@ class Detokenizer:
         self._window = [*self._window, token]  # a new list, because copies of this object share the old one
         self._fresh += 1
         text = self._decode(self._window)
-        if not text.endswith(_BROKEN) and len(text) > len(self._shown):
+        if not text.endswith(_REPLACEMENT) and len(text) > len(self._shown):
             return self._show(text, 0)
         if not self._decode([token, token]):
             # This is a special token, which `decode` omits. Decode it twice, since `decode` may also strip the first
             # space of a text.
             self._window = self._window[:-1]
             self._fresh -= 1
-        elif self._fresh > _UNFINISHED:
-            held = min(range(1, _CHARACTER + 1), key=self._characters)
+        elif self._fresh > _MAX_INCOMPLETE_TOKENS:
+            held = min(range(1, _MAX_CHARACTER_BYTES + 1), key=self._characters)
             return self._show(self._decode(self._window[:-held]), held)
         return ""
 
@@ -233,7 +233,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class Trimmed(Verdict):
+class TrimmedVerdict(Verdict):
     """A verdict that is truncated where the reply ends.
 
     Attributes:
@@ -286,7 +286,7 @@ class TextStream:
         """Number of tokens that may follow before the length limit."""
         return self._state.left
 
-    def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> Trimmed:
+    def trim(self, verdict: Verdict, draft: Draft, logits: Tensor) -> TrimmedVerdict:
         """Truncate a verdict after the first token that ends the reply, and convert its tokens to chunks of text.
 
         A reply ends at EOS, a stop token, a stop string, a stopping criterion or the length limit. This has no side
@@ -311,9 +311,9 @@ class TextStream:
         logprobs = self._logprobs(verdict, logits)
         # If the reply ends inside the path, the target adds no token. `map` stops at the end of the shortest list.
         chunks = tuple(map(Chunk, pieces, verdict.tokens, origins, ends, logprobs, stops))
-        return Trimmed(verdict.path, verdict.tokens, verdict.finish, chunks, state)
+        return TrimmedVerdict(verdict.path, verdict.tokens, verdict.finish, chunks, state)
 
-    def emit(self, verdict: Trimmed) -> list[Chunk]:
+    def emit(self, verdict: TrimmedVerdict) -> list[Chunk]:
         """Make the state that `trim` returned the current one, and return its chunks."""
         self._state = verdict.state or self._state
         return list(verdict.chunks)

@@ -5,10 +5,10 @@ The model. A round of B requests with drafts of size s takes T(s) seconds and yi
     E(s) = sum of P(d) over depths d from 0 to depth(s),    P(d) = a(1) * ... * a(d)
     T(s) = V(rows) + D(depth(s)),                           T(nothing) = V(B)
 
-- a(d) is the probability that a round which reached depth d - 1 also reaches depth d (`_Depths`). It is estimated as
-  (k + F u) / (n + F), where n recent rounds reached depth d - 1 and k of them also reached depth d. Recent rounds fade
-  by M per round, and completely when a new text begins. u is the drafter's usual share: the mean of its latest H
-  rounds and of another W rounds with the value u(d - 1).
+- a(d) is the probability that a round which reached depth d - 1 also reaches depth d (`_AcceptanceByDepth`). It is
+  estimated as (k + F u) / (n + F), where n recent rounds reached depth d - 1 and k of them also reached depth d. Recent
+  rounds fade by M per round, and completely when a new text begins. u is the drafter's usual share: the mean of its
+  latest H rounds and of another W rounds with the value u(d - 1).
 - V is the time of a pass as a function of its rows. D is the time of drafting as a function of its depth and the number
   of drafts. Both are interpolated between measurements, and never decrease as the size grows (`Curve`). The additional
   cost of a pass with drafts is measured separately, as a ratio to a pass without drafts, because a machine's speed
@@ -33,50 +33,50 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.engine.cost_model import Curve, Fading
+from paceline.engine.cost_model import Curve, FadingMean
 from paceline.types import Draft, DraftBudget, Verdict
 
-_MEMORY, _PAUSED = 0.97, 0.99
+_DECAY, _PAUSE_DECAY = 0.97, 0.99
 """M: Decay of the weight of a round's acceptance, because texts change: per later round with a draft, and per later
 round without one."""
-_HISTORY = 500.0
+_USUAL_ROUNDS = 500.0
 """H: Number of rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
 """Prior probability that a drafted token is accepted. The prior probability that a token is drafted, if the budget
 allows it, is 1."""
 _PRIOR_WEIGHT = 5.0
 """W: Weight of the prior in the usual acceptance, in rounds."""
-_FAITH = 1.5
+_USUAL_WEIGHT = 1.5
 """F: Weight of the usual acceptance in the estimate for a text, in rounds. It is small, because texts differ a lot."""
 _OTHER_SIZE = 0.2
 """Weight of a round in the acceptance of trees of other sizes. It is small, because their acceptance differs."""
-_SHARE = 0.005
+_TRY_SHARE = 0.005
 """S: Share of the time that may be lost by trying sizes other than the best one."""
-_EARLY, _EARLY_SHARE = 1000, 0.01
+_EARLY_ROUNDS, _EARLY_TRY_SHARE = 1000, 0.01
 """Number of early rounds that have a higher S, and that S. It keeps a first text with low acceptance from deciding the
 size for long."""
-_GAP, _LONG_GAP = 4, 8
-"""`_GAP` is the minimum number of rounds between two tries. A decision to draft nothing holds for `_GAP` rounds at
-first, and for `_LONG_GAP` rounds if it is repeated."""
-_FIRST = 2
+_MIN_TRY_GAP, _LONG_GAP = 4, 8
+"""Minimum number of rounds between two tries. A decision to draft nothing holds for `_MIN_TRY_GAP` rounds at first, and
+for `_LONG_GAP` rounds if it is repeated."""
+_MIN_FIRST_DRAFTS = 2
 """Number of drafts of the smallest size before larger sizes are tried, because the cost is unknown and the first draft
 includes warm-up."""
-_SOON = 16
+_MIN_RETRY_GAP = 16
 """Minimum number of rounds before a smaller size is tried again. The results of larger sizes already imply most of its
 result."""
-_AHEAD = 64
+_PRIOR_REPLY_LENGTH = 64
 """Expected length of a reply, in tokens, as long as no reply has ended."""
-_SHORT = 24
+_SHORT_REPLY = 24
 """Length of a short reply, in tokens. As long as a drafter has not been measured, a reply that may be short does not
 wait for the drafter to read the prompt if that takes longer than a plain round."""
-_ROW, _LEVEL, _TOKEN = 0.03, 2.0, 0.04
+_PRIOR_ROW_COST, _PRIOR_LEVEL_COST, _PRIOR_BACKLOG_COST = 0.03, 2.0, 0.04
 """Relative costs, used until they are measured: the cost of each row of a pass, of each level of drafting, and of each
 token of backlog as a share of a plain pass."""
-_LATE = 32
+_LARGE_BACKLOG = 32
 """Backlog size, in tokens, at which catching up dominates drafting time."""
 
 
-class _Depths:
+class _AcceptanceByDepth:
     """Acceptance by depth: the share of rounds that reach depth d + 1 among the rounds that reach depth d.
 
     The estimate relies on recent rounds first, and then on all rounds of this drafter. For a depth that was hardly ever
@@ -88,33 +88,33 @@ class _Depths:
         self._prior = prior
         # Increase the weight of new rounds instead of reducing the weights of all older rounds.
         self._unit, self._round = 1.0, 0
-        self._chances: list[float] = []
+        self._probabilities: list[float] = []
         self._fade = 1.0
 
-    def chances(self, round: int, new: float = 0.0) -> list[float]:
+    def probabilities(self, round: int, new: float = 0.0) -> list[float]:
         """Return the probabilities that a round reaches depth 0, 1, ... `new`: Like the `share` of `forget`, but only
         for this call."""
-        fade = (1.0 - new) * _PAUSED ** max(0, round - self._round - 1)
-        if not self._chances or fade != self._fade:
-            self._chances, self._fade = self._expect(max(1e-9, fade)), fade
-        return self._chances
+        fade = (1.0 - new) * _PAUSE_DECAY ** max(0, round - self._round - 1)
+        if not self._probabilities or fade != self._fade:
+            self._probabilities, self._fade = self._expect(max(1e-9, fade)), fade
+        return self._probabilities
 
     def add(self, came: int, depth: int, weight: float, round: int) -> None:
         """Count a round that reached depth `came`, where `depth` was the maximum."""
-        self._age(_MEMORY**weight * _PAUSED ** max(0, round - self._round - 1))
+        self._age(_DECAY**weight * _PAUSE_DECAY ** max(0, round - self._round - 1))
         self._round = round
         for d in range(min(depth, came + 1, len(self._kept))):
             hit = float(d < came)
             self._reached[d] += weight * self._unit
             self._kept[d] += weight * self._unit * hit
-            self._rounds[d] = min(self._rounds[d] + weight, _HISTORY)
+            self._rounds[d] = min(self._rounds[d] + weight, _USUAL_ROUNDS)
             self._usual[d] += weight * (hit - self._usual[d]) / self._rounds[d]
-        self._chances = []
+        self._probabilities = []
 
     def forget(self, share: float) -> None:
         """Reduce the weight of recent rounds. `share`: Share of the texts that have just begun."""
         self._age(1.0 - share)
-        self._chances = []
+        self._probabilities = []
 
     def _age(self, fade: float) -> None:
         self._unit /= max(fade, 1e-9)
@@ -123,12 +123,12 @@ class _Depths:
             self._unit = 1.0
 
     def _expect(self, fade: float) -> list[float]:
-        chance, share, faith = 1.0, self._prior, _FAITH * self._unit / fade
-        found = [chance]
+        probability, share, usual_weight = 1.0, self._prior, _USUAL_WEIGHT * self._unit / fade
+        found = [probability]
         for reached, kept, rounds, usual in zip(self._reached, self._kept, self._rounds, self._usual, strict=True):
             share = (rounds * usual + _PRIOR_WEIGHT * share) / (rounds + _PRIOR_WEIGHT)
-            chance *= (kept + faith * share) / (reached + faith)
-            found.append(chance)
+            probability *= (kept + usual_weight * share) / (reached + usual_weight)
+            found.append(probability)
         return found
 
 
@@ -141,10 +141,10 @@ class _BatchCosts:
     """
 
     def __init__(self, asked: int, sizes: Sequence[DraftBudget]) -> None:
-        self.drafting = Curve(slope=_LEVEL)
+        self.drafting = Curve(slope=_PRIOR_LEVEL_COST)
         chains = sizes[-1].branch == 1
         nodes = range(sizes[-1].nodes + 1) if chains else [size.nodes for size in sizes]
-        self.relative = [Fading(1.0 + _ROW * asked * n) for n in nodes]
+        self.relative = [FadingMean(1.0 + _PRIOR_ROW_COST * asked * n) for n in nodes]
         """Cost of a pass with drafts, relative to a pass without drafts. It is measured if `seen` is True, and
         otherwise a guess."""
         self.seen = [False] * len(nodes)
@@ -152,20 +152,20 @@ class _BatchCosts:
         """For each size, the last round that used it, and the number of rounds that used it."""
 
 
-class Standing(NamedTuple):
+class RequestState(NamedTuple):
     """The parts of a request's state before a round that a controller needs.
 
     Attributes:
         unread: Number of tokens of the request's text that the drafter has not read.
-        left: Maximum number of tokens that may follow.
+        remaining: Maximum number of tokens that may follow.
         written: Number of tokens of the reply so far.
-        fresh: True if the controller has not learned from any round of this request yet.
+        is_new: True if the controller has not learned from any round of this request yet.
     """
 
     unread: int = 0
-    left: int = 1 << 30
+    remaining: int = 1 << 30
     written: int = 0
-    fresh: bool = False
+    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +177,12 @@ class DraftPlan:
         price: See `Ask`.
         pace: See `Ask`.
         asked: Expected number of requests that get a draft.
-        at: Index of the chosen size.
-        best: Index of the size that seems best.
-        tried: True if the chosen size is a try. Its expected loss has been taken from the savings.
-        saved: Seconds of savings that remain for other tries.
+        size_index: Index of the chosen size.
+        best_index: Index of the size that seems best.
+        is_try: True if the chosen size is a try. Its expected loss has been taken from the savings.
+        savings: Seconds of savings that remain for other tries.
         plain: Expected seconds of a round without drafts.
-        new: Share of the round's requests that have just begun.
+        new_share: Share of the round's requests that have just begun.
         resting: True in a pause without drafts.
     """
 
@@ -190,12 +190,12 @@ class DraftPlan:
     price: float = 0.0
     pace: float = 0.0
     asked: int = 1
-    at: int = 0
-    best: int = 0
-    tried: bool = False
-    saved: float = 0.0
+    size_index: int = 0
+    best_index: int = 0
+    is_try: bool = False
+    savings: float = 0.0
     plain: float = 0.0
-    new: float = 0.0
+    new_share: float = 0.0
     resting: bool = False
 
 
@@ -216,12 +216,12 @@ class Outcome:
         together: Number of requests in the whole round.
         rows: Number of rows in the whole round.
         resumed: True if the pass began at the layer where drafting stopped (early exit).
-        others: Number of tokens that were committed for requests whose draft came from another part of a cascade.
-        ended: Lengths of the replies that ended, in tokens.
+        other_tokens: Number of tokens that were committed for requests whose draft came from another part of a cascade.
+        ended_lengths: Lengths of the replies that ended, in tokens.
     """
 
     plan: DraftPlan
-    requests: Sequence[Standing]
+    requests: Sequence[RequestState]
     budgets: Sequence[DraftBudget]
     drafts: Sequence[Draft]
     verdicts: Sequence[Verdict]
@@ -230,8 +230,8 @@ class Outcome:
     together: int
     rows: int
     resumed: bool = False
-    others: int = 0
-    ended: Sequence[int] = ()
+    other_tokens: int = 0
+    ended_lengths: Sequence[int] = ()
 
 
 class Controller:
@@ -239,9 +239,9 @@ class Controller:
 
     `plan` decides without side effects, and `learn` receives the outcome. The controller measures the target's passes
     by number of rows, drafting by size, and acceptance by depth. It then chooses the size with the highest throughput.
-    A small share of the time (`_SHARE`) is spent on trying other sizes. The expected loss of a try is saved up first.
-    This bounds the total loss, and lets promising sizes be tried often. Measurements are kept across requests. The
-    controller affects the speed of a text, never its content.
+    A small share of the time (`_TRY_SHARE`) is spent on trying other sizes. The expected loss of a try is saved up
+    first. This bounds the total loss, and lets promising sizes be tried often. Measurements are kept across requests.
+    The controller affects the speed of a text, never its content.
     """
 
     def __init__(self, maximum: DraftBudget, free: bool = False, reads_prompt: bool = True) -> None:
@@ -261,23 +261,23 @@ class Controller:
         # A longer chain begins with the tokens of a shorter one, so chains share their acceptance. A smaller tree has
         # lower acceptance than a larger one.
         self._chains = maximum.branch == 1
-        rates = _Depths(maximum.depth, _PRIOR)
-        self._rates = [rates if self._chains else _Depths(size.depth, _PRIOR) for size in self.sizes]
+        rates = _AcceptanceByDepth(maximum.depth, _PRIOR)
+        self._rates = [rates if self._chains else _AcceptanceByDepth(size.depth, _PRIOR) for size in self.sizes]
         # A chain ends early if the text is hard to predict. Like its acceptance, its length therefore depends on the
         # text.
-        self._drafted = _Depths(maximum.depth, 1.0)
+        self._drafted = _AcceptanceByDepth(maximum.depth, 1.0)
         # A pass that resumes at the layer where drafting stopped (early exit) takes less time for the same rows.
-        self._passes = {False: Curve(slope=_ROW), True: Curve(slope=_ROW)}
+        self._passes = {False: Curve(slope=_PRIOR_ROW_COST), True: Curve(slope=_PRIOR_ROW_COST)}
         self._resumed = False
-        self._catch_up = Fading(0.0)
-        self._length = Fading(_AHEAD)
+        self._catch_up = FadingMean(0.0)
+        self._length = FadingMean(_PRIOR_REPLY_LENGTH)
         # Mean number of tokens per round: of the requests for which this controller chose a size, and of all requests.
-        self._own, self._all = Fading(1.0), Fading(1.0)
+        self._own, self._all = FadingMean(1.0), FadingMean(1.0)
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
         """Numbers of three rounds: the latest one, the last try, and the last one of the current pause without
         drafts."""
-        self._pause = _GAP
+        self._pause = _MIN_TRY_GAP
         """Length of the next pause, in rounds."""
         self._saved = 0.0
         """Seconds that have been saved up for tries."""
@@ -286,13 +286,13 @@ class Controller:
 
     # Plan
 
-    def plan(self, requests: Sequence[Standing], together: int) -> DraftPlan:
+    def plan(self, requests: Sequence[RequestState], together: int) -> DraftPlan:
         """Return a plan with budgets for these requests, in a round of `together` requests.
 
         If the drafter has a backlog for a request, the request gets a budget only if drafting pays off within its
         remaining tokens. During a pause, the plan is to rest, and no estimates are computed.
         """
-        new = sum(request.fresh for request in requests) / together
+        new = sum(request.is_new for request in requests) / together
         if not requests or (not new and self.resting):
             return DraftPlan([self.sizes[0]] * len(requests), resting=True)
         # Expect other parts of a cascade to draft for some of the requests, as often as they did in recent rounds.
@@ -305,7 +305,7 @@ class Controller:
         wait = together * self._catch_up.value
         paying = [
             (paces[0] - paces[best]) * self._ahead(r) > wait * r.unread
-            and (costs.drafting.known or r.written >= _SHORT or wait * r.unread <= seconds[0])
+            and (costs.drafting.known or r.written >= _SHORT_REPLY or wait * r.unread <= seconds[0])
             for r in requests
         ]
         best = best if any(paying) else 0
@@ -315,7 +315,7 @@ class Controller:
         losses[0] -= debt
         at, saved = self._try(best, losses, costs) if known else (0, self._saved)
         tried = known and at != best
-        if at > 1 and not costs.drafting.known and costs.tries[1] < _FIRST:
+        if at > 1 and not costs.drafting.known and costs.tries[1] < _MIN_FIRST_DRAFTS:
             at = 1
         budgets = [self.sizes[at if pays or tried else 0] for pays in paying]
         pace = together / paces[best] if known else 0.0
@@ -326,11 +326,11 @@ class Controller:
         """Share of all tokens that was generated for requests for which this controller chose a size."""
         return min(1.0, self._own.value / self._all.value)
 
-    def _ahead(self, request: Standing) -> float:
+    def _ahead(self, request: RequestState) -> float:
         """Return the expected number of remaining tokens that drafts can speed up. A reply that is already long is
         expected to double its length."""
         likely = max(self._length.value - request.written, request.written)
-        return min(request.left, likely) * self._share
+        return min(request.remaining, likely) * self._share
 
     def _price(self, together: int) -> float:
         """Return the cost of an additional row in a round of `together` requests, measured in tokens of plain decoding.
@@ -348,12 +348,12 @@ class Controller:
         """Return the index of the size to use, and the remaining savings. It is the best size, or another size if a try
         is due."""
         now = self._round + 1
-        due = [at for at in range(best) if now - costs.tried[at] >= _SOON]
+        due = [at for at in range(best) if now - costs.tried[at] >= _MIN_RETRY_GAP]
         found = min((*due, *range(best + 1, len(losses))), key=losses.__getitem__, default=best)
         # Cap the savings at the loss of the next try, so that they never pay for a series of tries.
         loss = max(losses[found], 0.0)
         saved = min(self._saved, loss)
-        if found == best or saved < loss or now - self._last_try < _GAP:
+        if found == best or saved < loss or now - self._last_try < _MIN_TRY_GAP:
             return best, saved
         return found, 0.0
 
@@ -361,19 +361,19 @@ class Controller:
 
     def learn(self, outcome: Outcome) -> None:
         """Learn from the outcome of a plan, and count the round."""
-        if outcome.plan.new:
-            self._begin(outcome.plan.new)
+        if outcome.plan.new_share:
+            self._begin(outcome.plan.new_share)
         own = sum(len(verdict.tokens) for verdict in outcome.verdicts)
         if outcome.plan.resting and outcome.drafts:
-            self.rest(own, outcome.ended, outcome.others)
+            self.rest(own, outcome.ended_lengths, outcome.other_tokens)
             return
-        self._count_tokens(own, outcome.ended, outcome.others)
+        self._count_tokens(own, outcome.ended_lengths, outcome.other_tokens)
         if not outcome.drafts:
             return
         self._round += 1
         self._count(outcome)
         self._learn_pass(outcome)
-        if outcome.plan.at:
+        if outcome.plan.size_index:
             self._learn_drafts(outcome)
 
     @property
@@ -399,23 +399,23 @@ class Controller:
     def _count(self, outcome: Outcome) -> None:
         """Apply a plan that was carried out: its try, its savings, and the pause after a decision to draft nothing."""
         plan, costs = outcome.plan, self._costs_of(outcome.plan.asked)
-        self._rest, self._plain, self._saved = self._round, plan.plain, plan.saved
-        if plan.tried:
+        self._rest, self._plain, self._saved = self._round, plan.plain, plan.savings
+        if plan.is_try:
             self._last_try = self._round
             # The loss of the try included reading the whole backlog. Give back the part that was not read.
             left = sum(draft.unread for draft in outcome.drafts) / len(outcome.drafts)
             self._saved += outcome.together * self._catch_up.value * left
-        if plan.best:
-            self._pause = _GAP
+        if plan.best_index:
+            self._pause = _MIN_TRY_GAP
         elif self._passes[False].known:
             self._rest += self._pause - 1
             self._pause = _LONG_GAP
-        costs.tried[plan.at] = self._round
-        costs.tries[plan.at] += 1
+        costs.tried[plan.size_index] = self._round
+        costs.tries[plan.size_index] += 1
 
     def _begin(self, share: float) -> None:
         """Expect the drafter's usual acceptance from texts that have just begun. `share`: Their share of all texts."""
-        self._rest, self._pause = self._round, _GAP
+        self._rest, self._pause = self._round, _MIN_TRY_GAP
         for depths in {*self._rates, self._drafted}:
             depths.forget(share)
 
@@ -423,29 +423,29 @@ class Controller:
         self._save(outcome.drafting + outcome.verifying)
         self._passes[outcome.resumed].add(outcome.rows, outcome.verifying, self._round)
         if not self._catch_up.value and self._passes[False].known and self.reads_prompt:
-            self._catch_up = Fading(_TOKEN * self._passes[False].at(1))
+            self._catch_up = FadingMean(_PRIOR_BACKLOG_COST * self._passes[False].at(1))
 
     def _learn_drafts(self, outcome: Outcome) -> None:
         budgets, drafts = outcome.budgets, outcome.drafts
-        if all(budget == self.sizes[outcome.plan.at] for budget in budgets):
+        if all(budget == self.sizes[outcome.plan.size_index] for budget in budgets):
             # Do not learn from rounds with drafts that were shortened at the end of a text or of a cache block.
             self._learn_costs(outcome)
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
             if verdict.path:
-                self._rest, self._pause = self._round, _GAP
+                self._rest, self._pause = self._round, _MIN_TRY_GAP
             if verdict.finish is None and not draft.unread:
-                self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth, outcome.plan.at)
+                self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth, outcome.plan.size_index)
                 if self._chains:
                     self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
 
     def _save(self, seconds: float) -> None:
         """Set a share of a round's time aside for tries."""
-        self._saved += (_SHARE if self._round > _EARLY else _EARLY_SHARE) * seconds
+        self._saved += (_TRY_SHARE if self._round > _EARLY_ROUNDS else _EARLY_TRY_SHARE) * seconds
 
     def _learn_costs(self, outcome: Outcome) -> None:
         """Learn the costs of drafting and of the pass. If the drafter read many tokens, its time only shows the cost of
         reading."""
-        drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.at
+        drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.size_index
         reading = sum(draft.unread for draft in drafts)
         costs, depth = self._costs_of(outcome.plan.asked), self._depths[at]
         mean = sum(len(draft.tokens) for draft in drafts) / len(drafts)
@@ -459,7 +459,7 @@ class Controller:
         if self._chains:
             depth = min(max(draft.own for draft in drafts), depth)
         level, read = costs.drafting, sum(request.unread for request in outcome.requests) - reading
-        if not reading and read < _LATE * len(drafts):
+        if not reading and read < _LARGE_BACKLOG * len(drafts):
             level.add(depth, outcome.drafting, self._round)
         else:
             known = level.at(depth) if level.known else 0.0
@@ -498,28 +498,31 @@ class Controller:
         if self._chains:
             # A chain may end early. Each level is drafted for all requests together, so the longest chain decides the
             # cost of drafting.
-            chances = self._drafted.chances(self._round + 1, new)
-            verifying = self._of_chains(verifying, chances)
-            drafting = self._of_chains(drafting, [1.0 - (1.0 - chance) ** asked for chance in chances])
+            probabilities = self._drafted.probabilities(self._round + 1, new)
+            verifying = self._of_chains(verifying, probabilities)
+            drafting = self._of_chains(drafting, [1.0 - (1.0 - probability) ** asked for probability in probabilities])
         return [first, *(pass_ + draft for pass_, draft in zip(verifying[1:], drafting[1:], strict=True))]
 
-    def _of_chains(self, costs: Sequence[float], chances: Sequence[float]) -> list[float]:
+    def _of_chains(self, costs: Sequence[float], probabilities: Sequence[float]) -> list[float]:
         """Return the expected cost for each size.
 
         Args:
             costs: Cost of a chain, by length.
-            chances: Probability that a chain reaches each length.
+            probabilities: Probability that a chain reaches each length.
         """
-        ended = [0.0, *accumulate((a - b) * cost for a, b, cost in zip(chances, chances[1:], costs, strict=False))]
-        return [ended[depth] + chances[depth] * costs[depth] for depth in self._depths]
+        ended = [
+            0.0,
+            *accumulate((a - b) * cost for a, b, cost in zip(probabilities, probabilities[1:], costs, strict=False)),
+        ]
+        return [ended[depth] + probabilities[depth] * costs[depth] for depth in self._depths]
 
     def _tokens(self, new: float) -> list[float]:
         """Return the expected number of tokens per round for each size. `new`: See `_seconds`."""
         if self._chains:
-            tokens = [*accumulate(self._rates[0].chances(self._round + 1, new))]
+            tokens = [*accumulate(self._rates[0].probabilities(self._round + 1, new))]
             return [tokens[depth] for depth in self._depths]
         # In truth, a larger tree never accepts fewer tokens than a smaller one. Measurements may differ by chance.
-        return [*accumulate((sum(rates.chances(self._round + 1, new)) for rates in self._rates), max)]
+        return [*accumulate((sum(rates.probabilities(self._round + 1, new)) for rates in self._rates), max)]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:

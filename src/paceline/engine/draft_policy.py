@@ -32,7 +32,7 @@ class Speculation:
     max_draft: DraftBudget | None = None
 
 
-OFF = Speculation(None, DraftBudget.chain(0))
+SPECULATION_OFF = Speculation(None, DraftBudget.chain(0))
 """Plain decoding. Even tokens that a grammar forces are not drafted."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.drafters.base import Allowance, Ask
-from paceline.engine.draft_length import Controller, DraftPlan, Outcome, Standing
+from paceline.engine.draft_length import Controller, DraftPlan, Outcome, RequestState
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.request import Request
 from paceline.engine.stats import Timer
@@ -28,13 +28,13 @@ class PartPlan:
     Attributes:
         controller: The controller.
         plan: Its plan.
-        standings: A request's place in the round -> its standing, for the requests that wait for this part.
+        states: A request's place in the round -> its state, for the requests that wait for this part.
         budgets: A request's place in the round -> its budget, for the requests that get one.
     """
 
     controller: Controller
     plan: DraftPlan
-    standings: Mapping[int, Standing]
+    states: Mapping[int, RequestState]
     budgets: Mapping[int, DraftBudget]
 
 
@@ -106,9 +106,9 @@ def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
         else:
             parts = []
             for controller in policy.controllers:
-                standings = {i: _standing(r, controller) for i, r in members.items() if _waits(controller, r)}
-                plan = controller.plan([*standings.values()], len(requests))
-                parts.append(PartPlan(controller, plan, standings, _budgets(plan, standings, members, cache)))
+                states = {i: _state_of(r, controller) for i, r in members.items() if _waits(controller, r)}
+                plan = controller.plan([*states.values()], len(requests))
+                parts.append(PartPlan(controller, plan, states, _budgets(plan, states, members, cache)))
             plans.append(PolicyPlan(policy, members, _asks(policy, members, parts, cache), parts))
     return RoundPlan(known, plans)
 
@@ -145,10 +145,12 @@ def _waits(controller: Controller, request: Request) -> bool:
     return not controller.reads_prompt or request.stats.rounds > 0
 
 
-def _standing(request: Request, controller: Controller) -> Standing:
+def _state_of(request: Request, controller: Controller) -> RequestState:
     length = len(request.token_ids)
     behind = unread(request) if controller.reads_prompt else 0
-    return Standing(behind, request.stream.left, length - request.num_prompt_tokens, controller not in request.judged)
+    return RequestState(
+        behind, request.stream.left, length - request.num_prompt_tokens, controller not in request.judged
+    )
 
 
 def unread(request: Request) -> int:
@@ -158,10 +160,10 @@ def unread(request: Request) -> int:
 
 
 def _budgets(
-    plan: DraftPlan, standings: Mapping[int, Standing], members: Members, cache: KVCache
+    plan: DraftPlan, states: Mapping[int, RequestState], members: Members, cache: KVCache
 ) -> dict[int, DraftBudget]:
     """Return the plan's budgets, limited by `_limited`. Empty budgets are omitted."""
-    given = zip(standings, plan.budgets, strict=True) if plan.at else ()
+    given = zip(states, plan.budgets, strict=True) if plan.size_index else ()
     cut = ((i, _limited(budget, members[i], cache)) for i, budget in given if budget.nodes)
     return {i: budget for i, budget in cut if budget.nodes}
 
@@ -240,13 +242,13 @@ def learn(
             continue
         payer = _payer(one, drafts)
         for number, part in enumerate(one.parts):
-            for i in part.standings:
+            for i in part.states:
                 requests[i].judged.add(part.controller)
-            own = [i for i in part.standings if _is_own(number, drafts[i])]
-            carried_out = [i for i in own if i in part.budgets] if part.plan.at else own
+            own = [i for i in part.states if _is_own(number, drafts[i])]
+            carried_out = [i for i in own if i in part.budgets] if part.plan.size_index else own
             outcome = Outcome(
                 part.plan,
-                [part.standings[i] for i in carried_out],
+                [part.states[i] for i in carried_out],
                 [part.budgets.get(i, _NOTHING) for i in carried_out],
                 [drafts[i] for i in carried_out],
                 [verdicts[i] for i in carried_out],

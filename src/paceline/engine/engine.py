@@ -17,7 +17,7 @@ from weakref import finalize, ref
 from torch import Tensor
 
 from paceline.drafters.base import Drafter
-from paceline.engine.detokenizer import Chunk, TextStream, Trimmed
+from paceline.engine.detokenizer import Chunk, TextStream, TrimmedVerdict
 from paceline.engine.draft_policy import DraftPolicies, Speculation
 from paceline.engine.drafting import learn, plan_round, propose, taps
 from paceline.engine.prefix_cache import PrefixCache
@@ -25,7 +25,7 @@ from paceline.engine.prefix_file import CachedText
 from paceline.engine.prefix_key import drafter_key, target_key
 from paceline.engine.prefix_store import PrefixStore
 from paceline.engine.request import Request, accept
-from paceline.engine.self_check import guarantee, seamless
+from paceline.engine.self_check import chunk_invariant, guarantee
 from paceline.engine.stats import Clock, Stats, Timer
 from paceline.errors import OutOfMemory, memory_named
 from paceline.protocols import KVCache, Target
@@ -108,10 +108,10 @@ class Engine:
         return guarantee(self.target)
 
     @cached_property
-    def seamless(self) -> bool:
+    def chunk_invariant(self) -> bool:
         """True if no bit changes when a prompt is cut into pieces, or continues from another text (see
-        `self_check.seamless`)."""
-        return seamless(self.target, self.guarantee)
+        `self_check.chunk_invariant`)."""
+        return chunk_invariant(self.target, self.guarantee)
 
     def remember(self, limit: int, folder: Path | None = None, disk: int = 0) -> None:
         """Enable the prefix cache.
@@ -130,7 +130,7 @@ class Engine:
             target, drafters = self.target, {policy.name: policy.drafter for policy in self.policies}
             keyed = {name: (drafter_key(drafter, target), drafter) for name, drafter in drafters.items()}
             store = PrefixStore(folder, disk, target_key(target), self.cache, keyed)
-        self.prefixes = PrefixCache(limit, self.seamless, store)
+        self.prefixes = PrefixCache(limit, self.chunk_invariant, store)
         if store:
             # A copy of the cache shares its texts. The copy writes them when the cache is deleted, or the process ends.
             finalize(self.prefixes, copy(self.prefixes).flush, _LAST)
@@ -230,7 +230,8 @@ class Engine:
 
         Args:
             request: The request.
-            limit: Maximum number of tokens. It is ignored if cutting the prompt would change bits (see `seamless`).
+            limit: Maximum number of tokens. It is ignored if cutting the prompt would change bits (see
+                `chunk_invariant`).
 
         Returns:
             The number of tokens fed, or 0 if no token is left to feed.
@@ -243,7 +244,7 @@ class Engine:
         done = self.cache.lengths[request.slot]
         if not done and not reader:
             done = self._load_prefix(request)
-        limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.seamless else limit
+        limit = PREFILL_ROWS if limit < PREFILL_ROWS and not self.chunk_invariant else limit
         end, images = min(chunk_end(done, limit), request.position), request.images
         piece = request.token_ids[done : images.chunk_end(done, end) if images else end]
         if piece:
@@ -277,7 +278,7 @@ class Engine:
             request.stats.diverged = self.prefixes.divergence(ids, request.adapter, known)
         if hit is None:
             return 0
-        length = request.images.whole(hit.length) if request.images else hit.length
+        length = request.images.without_partial_image(hit.length) if request.images else hit.length
         known = self.cache.load(request.slot, hit.target, length)
         # The cache may load nothing, because a resumed text keeps the rotary factors of its original prompt length.
         if policy and known and (saved := hit.drafters.get(policy.name)):
@@ -396,7 +397,7 @@ class Engine:
             raise
 
     @staticmethod
-    def _advance(request: Request, draft: Draft, verdict: Trimmed, states: Mapping[Tap, Tensor]) -> None:
+    def _advance(request: Request, draft: Draft, verdict: TrimmedVerdict, states: Mapping[Tap, Tensor]) -> None:
         """Advance a request and its drafter by a verdict that the cache has committed.
 
         `states`: Taps of the request's rows, each [T, H].

@@ -9,16 +9,16 @@ from itertools import pairwise, takewhile
 
 from paceline.types import Draft
 
-_FIRST, _MOST = 4, 32
+_MIN_LENGTH, _MAX_LENGTH = 4, 32
 """Draft length when the reply has just met the prediction, and the maximum. Every accepted draft doubles the length."""
-_PAIR, _LONGEST = 2, 4
+_MIN_MATCH, _MAX_MATCH = 2, 4
 """Number of tokens that must match before the prediction is taken up again, and the maximum. Every failed draft
 increments the number."""
-_CANDIDATES = 32
+_MAX_CANDIDATES = 32
 """Maximum number of places to compare. It keeps predictions that repeat one token from being slow."""
 
 
-_CHARACTERS = 64
+_MAX_TOKEN_CHARACTERS = 64
 """Assumed maximum length of a token, in characters. It limits how much text of a long prediction is encoded."""
 
 
@@ -35,7 +35,7 @@ def predicted_ids(
             before the first one that the model lacks.
     """
     if isinstance(prediction, str):
-        prediction = encode(prediction[: most * _CHARACTERS], special=False)
+        prediction = encode(prediction[: most * _MAX_TOKEN_CHARACTERS], special=False)
     return tuple(takewhile(lambda token: token < vocab_size, prediction[:most]))
 
 
@@ -54,15 +54,15 @@ class PredictedReply:
         self._tokens = tuple(tokens)
         self._places: dict[tuple[int, int], list[int]] = {}
         """Pair of adjacent tokens -> the places after its occurrences in the prediction, in ascending order."""
-        for place, pair in enumerate(pairwise(self._tokens), _PAIR):
+        for place, pair in enumerate(pairwise(self._tokens), _MIN_MATCH):
             self._places.setdefault(pair, []).append(place)
         self._at, self._left_at = 0, 0
         """Place of the next token in the prediction (`length` while the reply differs), and the place where the reply
         last began to differ."""
-        self._count, self._agreeing = _FIRST, _PAIR
+        self._count, self._agreeing = _MIN_LENGTH, _MIN_MATCH
         """Length of the next draft, and the number of tokens that must match before the prediction is taken up
         again."""
-        self._tail: deque[int] = deque(maxlen=_LONGEST)
+        self._tail: deque[int] = deque(maxlen=_MAX_MATCH)
         self.length, self.accepted = len(self._tokens), 0
 
     def propose(self, most: int) -> Draft:
@@ -74,8 +74,8 @@ class PredictedReply:
         own = bool(draft.tokens) and draft.tokens == self._tokens[self._at : self._at + len(draft.tokens)]
         kept = own and tokens[: len(draft.tokens)] == draft.tokens
         if own:
-            self._count = min(2 * self._count, _MOST) if kept else _FIRST
-            self._agreeing = _PAIR if kept else min(self._agreeing + (tokens[:1] != draft.tokens[:1]), _LONGEST)
+            self._count = min(2 * self._count, _MAX_LENGTH) if kept else _MIN_LENGTH
+            self._agreeing = _MIN_MATCH if kept else min(self._agreeing + (tokens[:1] != draft.tokens[:1]), _MAX_MATCH)
         for token in tokens:
             self._follow(token)
 
@@ -86,7 +86,7 @@ class PredictedReply:
             self.accepted = min(self.accepted + 1, self.length)
             return
         if self._at < self.length:
-            self._left_at, self._count = self._at, _FIRST
+            self._left_at, self._count = self._at, _MIN_LENGTH
         self._at = self._meeting()
 
     def _meeting(self) -> int:
@@ -94,10 +94,10 @@ class PredictedReply:
 
         The search begins where the reply last began to differ.
         """
-        places = self._places.get((self._tail[-2], self._tail[-1]), []) if len(self._tail) >= _PAIR else []
+        places = self._places.get((self._tail[-2], self._tail[-1]), []) if len(self._tail) >= _MIN_MATCH else []
         first = bisect_left(places, self._left_at)
         wanted = (*self._tail,)[-self._agreeing :]
-        for place in (*places[first : first + _CANDIDATES], *places[: min(first, _CANDIDATES)]):
+        for place in (*places[first : first + _MAX_CANDIDATES], *places[: min(first, _MAX_CANDIDATES)]):
             if self._tokens[max(0, place - len(wanted)) : place] == wanted:
                 return place
         return self.length

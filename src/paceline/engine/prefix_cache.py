@@ -20,16 +20,16 @@ _LOG = logging.getLogger("paceline.prefixes")
 Tokens = NDArray[np.int64]
 
 
-_BEHIND, _LEAVING, _ENDING = (1024, 4), (256, 16), (16, 1024)
+_WRITE_WHILE_CACHED, _WRITE_ON_EVICTION, _WRITE_AT_EXIT = (1024, 4), (256, 16), (16, 1024)
 """A text is written to disk only if that saves reading enough tokens later: at least this many, and at least this part
 of the text (one token in ...). The three limits apply while the text is in memory (so that a killed process loses
 little), when it leaves memory, and when the process ends. Each file holds a whole text, so writing a growing text at
 every turn would wear out the disk. With a quarter, all files of a text together have at most five times its size."""
-_NOTABLE = 256
+_MIN_REPORTED_TOKENS = 256
 """A difference is reported if the prompt and the cached text both have at least this number of tokens after it."""
-_SHOWN = 16
+_SHOWN_TOKENS = 16
 """Number of tokens that a `Divergence` shows of each text."""
-_PREFER_MEMORY = 32
+_MIN_DISK_GAIN = 32
 """A text on disk is preferred to a text in memory only if it saves this number of additional tokens. Mapping and
 checking a file takes as long as reading some tokens."""
 
@@ -62,16 +62,16 @@ class PrefixCache:
         disk: The folder. None if texts are kept only in memory.
     """
 
-    def __init__(self, limit: int, seamless: bool = False, disk: PrefixStore | None = None) -> None:
+    def __init__(self, limit: int, chunk_invariant: bool = False, disk: PrefixStore | None = None) -> None:
         """Make an empty cache.
 
         Args:
             limit: Maximum memory, in bytes. A text that leaves the cache holds memory until it has been written to
                 disk. Such texts count too, up to a quarter of the limit.
-            seamless: Result of `self_check.seamless` for the target.
+            chunk_invariant: Result of `self_check.chunk_invariant` for the target.
             disk: The folder.
         """
-        self._limit, self._seamless, self.disk = limit, seamless, disk
+        self._limit, self._chunk_invariant, self.disk = limit, chunk_invariant, disk
         self._entries: dict[CachedText, int] = {}
         """Text -> its size in bytes, least recently used first."""
         self.queries = self.hits = 0
@@ -94,7 +94,7 @@ class PrefixCache:
             adapter: The request's adapter. Only texts with the same adapter are found.
         """
         text = np.asarray(tokens, np.int64)
-        found, length = self._longest(reversed(self._entries), text, needs, adapter)
+        found, length = self._longest_prefix(reversed(self._entries), text, needs, adapter)
         hit = self._on_disk(text, needs, adapter, length)
         if hit is None and found:
             self._entries[found] = self._entries.pop(found)
@@ -103,7 +103,7 @@ class PrefixCache:
         self.hits += hit.length if hit else 0
         return hit
 
-    def _longest(
+    def _longest_prefix(
         self, entries: Iterable[CachedText], text: Tokens, needs: str | None, adapter: int | None, length: int = 0
     ) -> tuple[CachedText | None, int]:
         """Return the entry with the longest usable prefix of a prompt, and the length of that prefix. The entry is None
@@ -112,7 +112,7 @@ class PrefixCache:
         found = None
         for entry in entries:
             if adapter in (None, entry.adapter) and self._may_exceed(length, entry, text, needs):
-                usable = self._usable(entry, _common(entry.tokens, text), len(text), needs)
+                usable = self._usable_tokens(entry, _common(entry.tokens, text), len(text), needs)
                 parts = [entry.target, *([entry.drafters[needs]] if needs else [])]
                 if (most := common_most(parts, usable, len(text))) > length:
                     found, length = entry, most
@@ -124,7 +124,9 @@ class PrefixCache:
             return None
         self.disk.refresh()
         while True:
-            found, most = self._longest(self.disk.texts, text, needs, adapter, length + (length and _PREFER_MEMORY))
+            found, most = self._longest_prefix(
+                self.disk.texts, text, needs, adapter, length + (length and _MIN_DISK_GAIN)
+            )
             if found is None:
                 return None
             if kept := self.disk.read(found):  # otherwise, the file was missing or damaged, and is no longer listed
@@ -136,32 +138,32 @@ class PrefixCache:
         Args:
             tokens: Token ids of the prompt.
             adapter: The request's adapter.
-            known: Number of tokens that `find` returned.
+            estimate_hit: Number of tokens that `find` returned.
 
         Returns:
-            The difference, or None if it makes the prompt lose fewer than `_NOTABLE` tokens.
+            The difference, or None if it makes the prompt lose fewer than `_MIN_REPORTED_TOKENS` tokens.
         """
-        if len(tokens) - known < _NOTABLE:
+        if len(tokens) - known < _MIN_REPORTED_TOKENS:
             return None
         text, at, nearest = np.asarray(tokens, np.int64), -1, None
-        for entry in self._all():
-            if entry.adapter != adapter or len(entry.tokens) < max(at, 0) + _NOTABLE:
+        for entry in self._all_texts():
+            if entry.adapter != adapter or len(entry.tokens) < max(at, 0) + _MIN_REPORTED_TOKENS:
                 continue
             # A folder may hold thousands of texts. Comparing the token at `at` rules out most of them quickly.
             if (at < 0 or entry.tokens[at] == text[at]) and (common := _common(entry.tokens, text)) > at:
                 at, nearest = common, entry.tokens
-        if nearest is None or min(len(nearest), len(text)) - at < _NOTABLE:
+        if nearest is None or min(len(nearest), len(text)) - at < _MIN_REPORTED_TOKENS:
             return None
-        parts = (one[at : at + _SHOWN] for one in (text, nearest))
+        parts = (one[at : at + _SHOWN_TOKENS] for one in (text, nearest))
         ours, theirs = (tuple(part[part >= 0].tolist()) for part in parts)  # image rows have no token ids
         return Divergence(at, len(nearest), ours, theirs)
 
-    def known(self, tokens: Sequence[int]) -> int:
+    def estimate_hit(self, tokens: Sequence[int]) -> int:
         """Estimate the number of tokens that `find` would return for a prompt, without counting as a use of the
         text."""
-        return self._longest(self._all(), np.asarray(tokens, np.int64), None, None)[1]
+        return self._longest_prefix(self._all_texts(), np.asarray(tokens, np.int64), None, None)[1]
 
-    def _all(self) -> list[CachedText]:
+    def _all_texts(self) -> list[CachedText]:
         """Return all texts, in memory and on disk."""
         return [*self._entries, *(self.disk.texts if self.disk else ())]
 
@@ -186,46 +188,48 @@ class PrefixCache:
         entry = CachedText(np.array(tokens, np.int64), prompt, target, kept, adapter)
         if entry.nbytes > self._limit:
             # In memory, this text would evict all other texts, and then itself.
-            self._write(entry, *_LEAVING)
-            self._drop_leaving(self._limit // 4)
+            self._write(entry, *_WRITE_ON_EVICTION)
+            self._drop_waiting(self._limit // 4)
             return
         for other in list(self._entries):
-            if self._covers(entry, other):
+            if self._can_replace(entry, other):
                 entry = _merged(entry, other)
                 del self._entries[other]
-            elif self._covers(other, entry):
+            elif self._can_replace(other, entry):
                 entry = _merged(other, entry)
                 del self._entries[other]
-        if self._most(entry) > 0:
+        if self._max_usable_tokens(entry) > 0:
             self._entries[entry] = entry.nbytes
-            self._write(entry, *_BEHIND)
-        room = self._limit - min(sum(text.nbytes for text in self._leaving()), self._limit // 4)
+            self._write(entry, *_WRITE_WHILE_CACHED)
+        room = self._limit - min(sum(text.nbytes for text in self._waiting_to_be_written()), self._limit // 4)
         while self.nbytes > room:
             oldest = next(iter(self._entries))
-            self._write(oldest, *_LEAVING)
+            self._write(oldest, *_WRITE_ON_EVICTION)
             del self._entries[oldest]
-        self._drop_leaving(self._limit // 4)
+        self._drop_waiting(self._limit // 4)
 
     def clear(self) -> None:
         """Drop all texts from memory, including texts that have not been written to disk."""
         self._entries.clear()
-        self._drop_leaving(0)
+        self._drop_waiting(0)
 
     def flush(self, seconds: float) -> None:
         """Write the texts in memory to disk, the most recently used first, in at most `seconds`."""
         if self.disk:
             self.disk.refresh()
-            missing = [text for text in reversed(self._entries) if self._is_worth_writing(text, *_ENDING, waits=False)]
-            self.disk.flush([(text, self._replaced(text)) for text in missing], seconds)
+            missing = [
+                text for text in reversed(self._entries) if self._is_worth_writing(text, *_WRITE_AT_EXIT, waits=False)
+            ]
+            self.disk.flush([(text, self._superfluous_after(text)) for text in missing], seconds)
 
     def write(self) -> list[CachedText]:
         """Start writing the texts that are in memory but not on disk, in the background. Return these texts."""
         if not self.disk:
             return []
         self.disk.refresh()
-        missing = [text for text in self._entries if self._is_worth_writing(text, *_ENDING)]
+        missing = [text for text in self._entries if self._is_worth_writing(text, *_WRITE_AT_EXIT)]
         for text in missing:  # the most recently used text comes last, so that it gets the newest file
-            self.disk.offer(text, self._replaced(text))
+            self.disk.offer(text, self._superfluous_after(text))
         return missing
 
     def kept_tokens(self) -> int:
@@ -236,56 +240,60 @@ class PrefixCache:
         return sum(len(text.tokens) for text in self.disk.texts)
 
     def _write(self, text: CachedText, least: int, part: int) -> None:
-        """Write a text to disk in the background if that is worth it (see `_BEHIND`)."""
+        """Write a text to disk in the background if that is worth it (see `_WRITE_WHILE_CACHED`)."""
         if self.disk and self._is_worth_writing(text, least, part):
-            self.disk.offer(text, self._replaced(text))
+            self.disk.offer(text, self._superfluous_after(text))
 
     def _is_worth_writing(self, text: CachedText, least: int, part: int, waits: bool = True) -> bool:
-        """Return True if writing a text would save reading enough tokens later (see `_BEHIND`). `waits`: Treat texts
-        that wait to be written as if they were on disk."""
+        """Return True if writing a text would save reading enough tokens later (see `_WRITE_WHILE_CACHED`).
+
+        `waits`: Treat texts that wait to be written as if they were on disk.
+        """
         assert self.disk
         others = [*self.disk.texts, *(self.disk.waiting if waits else ())]
         more = []
         for needs in (None, *filter(self.disk.keeps, text.drafters)):
-            own = min(self._most(text), text.drafters[needs].length if needs else len(text.tokens))
-            more.append(self._whole(text, own) - self._longest(others, text.tokens, needs, text.adapter)[1])
+            own = min(self._max_usable_tokens(text), text.drafters[needs].length if needs else len(text.tokens))
+            more.append(
+                self._exact_length(text, own) - self._longest_prefix(others, text.tokens, needs, text.adapter)[1]
+            )
         return max(more) >= max(least, len(text.tokens) // part)
 
-    def _replaced(self, text: CachedText) -> list[CachedText]:
+    def _superfluous_after(self, text: CachedText) -> list[CachedText]:
         """Return the texts, on disk or waiting to be written, that become superfluous once this text is on disk."""
         assert self.disk
         return [
             other
             for other in (*self.disk.texts, *self.disk.waiting)
             if other is not text
-            and self._covers(text, other)
+            and self._can_replace(text, other)
             and all(
                 name in text.drafters and text.drafters[name].length >= saved.length
                 for name, saved in other.drafters.items()
             )
         ]
 
-    def _leaving(self) -> list[CachedText]:
+    def _waiting_to_be_written(self) -> list[CachedText]:
         """Return the texts that have left the cache, but hold memory until they are written to disk."""
         return [text for text in (self.disk.waiting if self.disk else ()) if text not in self._entries]
 
-    def _drop_leaving(self, limit: int) -> None:
-        """Give up writing the oldest texts of `_leaving` until they hold at most `limit` bytes. A single text is always
-        written, unless the limit is 0."""
-        leaving = self._leaving()
-        while leaving[bool(limit) :] and sum(text.nbytes for text in leaving) > limit:
+    def _drop_waiting(self, limit: int) -> None:
+        """Give up writing the oldest texts of `_waiting_to_be_written` until they hold at most `limit` bytes. A single
+        text is always written, unless the limit is 0."""
+        waiting = self._waiting_to_be_written()
+        while waiting[bool(limit) :] and sum(text.nbytes for text in waiting) > limit:
             assert self.disk
-            self.disk.withdraw(leaving.pop(0))
+            self.disk.withdraw(waiting.pop(0))
             _LOG.debug("a prefix is not written to disk, because too many prefixes are waiting")
 
     def _may_exceed(self, length: int, entry: CachedText, text: Tokens, needs: str | None) -> bool:
         """Return False if it is clear, from lengths and a single token, that no more than `length` tokens of an entry
         can be used for a prompt."""
-        if self._usable(entry, len(text), len(text), needs) <= length or len(entry.tokens) < length + 2:
+        if self._usable_tokens(entry, len(text), len(text), needs) <= length or len(entry.tokens) < length + 2:
             return False
         return bool(entry.tokens[length + 1] == text[length + 1])
 
-    def _usable(self, entry: CachedText, common: int, prompt: int, needs: str | None) -> int:
+    def _usable_tokens(self, entry: CachedText, common: int, prompt: int, needs: str | None) -> int:
         """Return how many tokens of an entry can be used for a prompt of `prompt` tokens, if both share their first
         `common` tokens.
 
@@ -296,33 +304,37 @@ class PrefixCache:
         parts = [entry.target.length]
         if needs:
             parts.append(entry.drafters[needs].length if needs in entry.drafters else 0)
-        return self._whole(entry, min(common - 1, prompt - 2, *parts))
+        return self._exact_length(entry, min(common - 1, prompt - 2, *parts))
 
-    def _most(self, entry: CachedText) -> int:
+    def _max_usable_tokens(self, entry: CachedText) -> int:
         """Return the maximum number of tokens of an entry that any prompt can use."""
-        return self._whole(entry, min(len(entry.tokens) - 1, entry.target.length))
+        return self._exact_length(entry, min(len(entry.tokens) - 1, entry.target.length))
 
-    def _whole(self, entry: CachedText, length: int) -> int:
+    def _exact_length(self, entry: CachedText, length: int) -> int:
         """Shorten a length such that using the cache does not change a single bit.
 
-        If all passes leave the same bits (`self_check.seamless`), any length is possible. Otherwise, the bits of a row
-        depend on the pass that computed it, so only whole prompt chunks are used. Without the cache, the prompt would
-        be cut at the same places and would go through the same passes.
+        If all passes leave the same bits (`self_check.chunk_invariant`), any length is possible. Otherwise, the bits of
+        a row depend on the pass that computed it, so only whole prompt chunks are used. Without the cache, the prompt
+        would be cut at the same places and would go through the same passes.
         """
-        if self._seamless:
+        if self._chunk_invariant:
             return max(0, length)
         return max(0, min(length, entry.prompt - 1)) // PREFILL_ROWS * PREFILL_ROWS
 
-    def _covers(self, one: CachedText, other: CachedText) -> bool:
+    def _can_replace(self, one: CachedText, other: CachedText) -> bool:
         """Return True if `one` can replace `other`, ignoring drafters.
 
         The text of `one` must continue the text of `other`. From its state, it must be possible to load all of `other`,
         and a single token if the state of `other` allows that.
         """
-        most, count = self._most(other), len(other.tokens)
+        most, count = self._max_usable_tokens(other), len(other.tokens)
         if one.adapter != other.adapter:
             return False
-        if count > len(one.tokens) or self._most(one) < most or not np.array_equal(one.tokens[:count], other.tokens):
+        if (
+            count > len(one.tokens)
+            or self._max_usable_tokens(one) < most
+            or not np.array_equal(one.tokens[:count], other.tokens)
+        ):
             return False
         return all(one.target.most(n, other.prompt) >= other.target.most(n, other.prompt) for n in (1, most))
 

@@ -42,12 +42,12 @@ MAGIC = b"paceline prefix\n"
 VERSION = 1
 """Version of the format. Increase it with every change that makes old files unreadable."""
 
-_FIXED = struct.Struct("<16sIIII")
+_FIXED_HEADER = struct.Struct("<16sIIII")
 """Magic, version, CRC-32 of the header, and the sizes of the header's JSON and arrays."""
-_PAGE = 4096
-_BLOCK = 4 << 20
+_PAGE_BYTES = 4096
+_CHECKSUM_BYTES = 4 << 20
 """Number of bytes of a tensor that share a checksum."""
-_HEADER_LIMIT = 64 << 20
+_MAX_HEADER_BYTES = 64 << 20
 _KINDS = {kind.__name__: kind for kind in (Saved, SavedSlabs, SavedHybrid, SavedStates, SavedText, SavedStack)}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -57,9 +57,9 @@ _DTYPES = {
     )
 }
 
-Form = Any
+JsonState = Any
 """A state in JSON form. Each tensor is replaced by its number."""
-Numbered = dict[int, tuple[int, Tensor]]
+NumberedTensors = dict[int, tuple[int, Tensor]]
 """`id` of a tensor -> its number in the file, and the tensor. A tensor that several states share is written once."""
 
 
@@ -71,7 +71,7 @@ class ForeignPrefix(Exception):
     """A file is not a prefix file of this version, or belongs to another model or user."""
 
 
-class Unsupported(Exception):
+class UnsupportedState(Exception):
     """A state cannot be written to a file."""
 
 
@@ -98,7 +98,7 @@ class CachedText:
         return self.tokens.nbytes + self.target.nbytes + sum(saved.nbytes for saved in self.drafters.values())
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor in a file: its dtype, its shape, the device that it belongs on, and its first byte in the file."""
 
     dtype: torch.dtype
@@ -133,9 +133,9 @@ class PrefixHeader:
     tokens: NDArray[np.int64]
     prompt: int
     adapter: int
-    target: Form
-    drafters: Mapping[str, Form]
-    places: Sequence[Place]
+    target: JsonState
+    drafters: Mapping[str, JsonState]
+    places: Sequence[TensorPlace]
     sums: NDArray[np.uint32]
 
     def text(self, names: Sequence[str], tensors: Sequence[Tensor] | None = None) -> CachedText:
@@ -155,7 +155,7 @@ class PreparedPrefix:
     json: Mapping[str, Any]
     tokens: NDArray[np.int64]
     tensors: Sequence[Tensor]
-    places: Sequence[Place]
+    places: Sequence[TensorPlace]
 
     @property
     def size(self) -> int:
@@ -172,9 +172,9 @@ def prepare(text: CachedText, key: str, keys: Mapping[str, str]) -> PreparedPref
         keys: See `PrefixHeader`. Drafters without a key are left out.
 
     Raises:
-        Unsupported: If a state cannot be written to a file.
+        UnsupportedState: If a state cannot be written to a file.
     """
-    numbered: Numbered = {}
+    numbered: NumberedTensors = {}
     header = {
         "key": key,
         "keys": {name: keys[name] for name in text.drafters if name in keys},
@@ -187,10 +187,14 @@ def prepare(text: CachedText, key: str, keys: Mapping[str, str]) -> PreparedPref
     tensors = [tensor for _, tensor in numbered.values()]
     kinds = [(str(x.dtype).removeprefix("torch."), list(x.shape), str(x.device)) for x in tensors]
     if unknown := {name for name, *_ in kinds} - {*_DTYPES}:
-        raise Unsupported(f"a tensor of type {min(unknown)}")
-    blocks = sum(-(-x.nbytes // _BLOCK) for x in tensors)
+        raise UnsupportedState(f"a tensor of type {min(unknown)}")
+    blocks = sum(-(-x.nbytes // _CHECKSUM_BYTES) for x in tensors)
     # Reserve room for the header. Its JSON contains `end`, which is not known yet, so assume the longest number.
-    end = _FIXED.size + len(json.dumps(header | {"places": [sys.maxsize, kinds]})) + 4 * (len(text.tokens) + blocks)
+    end = (
+        _FIXED_HEADER.size
+        + len(json.dumps(header | {"places": [sys.maxsize, kinds]}))
+        + 4 * (len(text.tokens) + blocks)
+    )
     header["places"] = [end, kinds]
     return PreparedPrefix(header, text.tokens, tensors, _places([end, kinds]))
 
@@ -219,7 +223,9 @@ def write(file: BinaryIO, prepared: PreparedPrefix, until: float = inf) -> None:
     content = json.dumps(prepared.json).encode() + arrays
     # Write the header last, so that a file whose writing was interrupted has no header.
     file.seek(0)
-    file.write(_FIXED.pack(MAGIC, VERSION, zlib.crc32(content), len(content) - len(arrays), len(arrays)) + content)
+    file.write(
+        _FIXED_HEADER.pack(MAGIC, VERSION, zlib.crc32(content), len(content) - len(arrays), len(arrays)) + content
+    )
 
 
 def read_header(path: Path) -> PrefixHeader:
@@ -270,15 +276,15 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _read_header(file: BinaryIO) -> PrefixHeader:
-    fixed = file.read(_FIXED.size)
+    fixed = file.read(_FIXED_HEADER.size)
     if not MAGIC.startswith(fixed[: len(MAGIC)].rstrip(b"\0")):
         raise ForeignPrefix("it is another kind of file")
-    if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
+    if len(fixed) < _FIXED_HEADER.size or not fixed.startswith(MAGIC):
         raise DamagedPrefix("it has no header")
-    _, version, checksum, size, arrays = _FIXED.unpack(fixed)
+    _, version, checksum, size, arrays = _FIXED_HEADER.unpack(fixed)
     if version != VERSION:
         raise ForeignPrefix(f"it has version {version} of the format")
-    content = file.read(size + arrays) if size + arrays <= _HEADER_LIMIT else b""
+    content = file.read(size + arrays) if size + arrays <= _MAX_HEADER_BYTES else b""
     if zlib.crc32(content) != checksum:
         raise DamagedPrefix("the checksum of its header is wrong")
     try:
@@ -302,28 +308,28 @@ def _parse(content: bytes, arrays: bytes) -> PrefixHeader:
     return header
 
 
-def _end(places: Sequence[Place]) -> int:
+def _end(places: Sequence[TensorPlace]) -> int:
     """Return the offset of the end of the last tensor, in bytes."""
     return max((place.start + place.size for place in places), default=0)
 
 
-def _places(raw: Sequence[Any]) -> list[Place]:
+def _places(raw: Sequence[Any]) -> list[TensorPlace]:
     """Return the places of the tensors, given the end of the header and each tensor's dtype, shape and device."""
     end, places = int(raw[0]), []
     for name, shape, device in raw[1]:
-        start = -(-end // _PAGE) * _PAGE
-        places.append(place := Place(_DTYPES[name], tuple(map(int, shape)), device, start))
+        start = -(-end // _PAGE_BYTES) * _PAGE_BYTES
+        places.append(place := TensorPlace(_DTYPES[name], tuple(map(int, shape)), device, start))
         if min(place.shape, default=0) < 0 or start < 0:
             raise ValueError("a size is negative")
         end = start + place.size
     return places
 
 
-def _pack(value: Any, tensors: Numbered) -> Form:
+def _pack(value: Any, tensors: NumberedTensors) -> JsonState:
     """Return the JSON form of a state, or of a part of a state, and add its tensors to `tensors`.
 
     Raises:
-        Unsupported: If it contains a value that cannot be written.
+        UnsupportedState: If it contains a value that cannot be written.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -336,7 +342,7 @@ def _pack(value: Any, tensors: Numbered) -> Form:
     if isinstance(value, PendingStates):
         return {"pending": [_pack(part, tensors) for part in value.parts]}
     if type(value) not in _KINDS.values():  # a subclass may hold more, for example one process's share of the state
-        raise Unsupported(type(value).__name__)
+        raise UnsupportedState(type(value).__name__)
     kept = {field.name: getattr(value, field.name) for field in fields(value)}
     return {
         "kind": type(value).__name__,
@@ -345,7 +351,7 @@ def _pack(value: Any, tensors: Numbered) -> Form:
     }
 
 
-def _unpack(form: Form, tensors: Sequence[Tensor]) -> Any:
+def _unpack(form: JsonState, tensors: Sequence[Tensor]) -> Any:
     """Return the state, or the part of a state, with this JSON form. Raise various errors if the form is malformed."""
     if isinstance(form, list):
         return tuple(_unpack(one, tensors) for one in form)
@@ -373,10 +379,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:
-    return (data[first : first + _BLOCK] for first in range(0, len(data), _BLOCK))
+    return (data[first : first + _CHECKSUM_BYTES] for first in range(0, len(data), _CHECKSUM_BYTES))
 
 
-def _tensor(buffer: mmap.mmap, place: Place) -> Tensor:
+def _tensor(buffer: mmap.mmap, place: TensorPlace) -> Tensor:
     if not place.size:
         return torch.empty(place.shape, dtype=place.dtype, device=place.device)
     flat = torch.frombuffer(buffer, dtype=place.dtype, count=prod(place.shape), offset=place.start)

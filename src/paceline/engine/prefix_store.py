@@ -33,7 +33,7 @@ from paceline.engine.prefix_file import (
     DamagedPrefix,
     ForeignPrefix,
     PrefixHeader,
-    Unsupported,
+    UnsupportedState,
     load,
     prepare,
     read_header,
@@ -47,7 +47,7 @@ _LOG = logging.getLogger("paceline.prefixes")
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.prefix")
 """Names of finished files: the start of the key, and a hash of the text."""
 _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.[0-9]+-[0-9]+\.tmp")
-_MOST_FILES = 10_000
+_MAX_FILES = 10_000
 """Maximum number of files whose headers are read, the most recently used first."""
 _STALE = 600.0
 """Seconds without a write after which an unfinished file is removed, because its process must have died. Checking
@@ -100,7 +100,7 @@ class PrefixStore:
         self._writing: CachedText | None = None
         self._thread: threading.Thread | None = None
         _check_folder(folder)
-        self.refresh(_MOST_FILES)
+        self.refresh(_MAX_FILES)
 
     @property
     def texts(self) -> list[CachedText]:
@@ -246,7 +246,7 @@ class PrefixStore:
                 if (old := self._files.get(other)) and old != name:
                     self._remove(old)
                 self._forget(other)
-        except Unsupported as error:
+        except UnsupportedState as error:
             self._warn(str(error), "prefixes are not kept in %s: %s cannot be written", self.folder, error)
         except TimeoutError:
             self._warn("time", "there was no time to write all prefixes to %s", self.folder)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from math import floor, inf
 
-_STALL, _TURN = 0.03, 0.5
+_MAX_STALL_SECONDS, _MAX_TURN_SECONDS = 0.03, 0.5
 """Seconds to spend on prompts between two rounds, and seconds to spend on prompts before looking for new requests when
-no reply is running. If a round takes longer than `_STALL`, prompts may take as long as that round."""
-_MIN_SHARED, _MIN_ALONE = 8, 32
+no reply is running. If a round takes longer than `_MAX_STALL_SECONDS`, prompts may take as long as that round."""
+_MIN_TOKENS_WHILE_RUNNING, _MIN_TOKENS_ALONE = 8, 32
 """Minimum number of tokens to feed with and without running replies. Smaller passes are less efficient: on CPUs, a
-token costs 15 to 35 % more in a pass of 16 rows than in a pass of 256 rows
+token costs 15 to 35% more in a pass of 16 rows than in a pass of 256 rows
 (docs/notes/engine.md#reading-prompts-in-turns)."""
 
 
@@ -46,6 +46,8 @@ class ReadingPace:
         if self._quota == inf:
             return inf
         cost = min(self._costs, default=inf)
-        seconds = max(_STALL, self.round_seconds) if running else _TURN
-        tokens = max(_MIN_SHARED if running else _MIN_ALONE, floor(seconds / cost) if cost else inf)
+        seconds = max(_MAX_STALL_SECONDS, self.round_seconds) if running else _MAX_TURN_SECONDS
+        tokens = max(
+            _MIN_TOKENS_WHILE_RUNNING if running else _MIN_TOKENS_ALONE, floor(seconds / cost) if cost else inf
+        )
         return min(tokens, self._quota) if running else tokens

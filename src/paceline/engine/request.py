@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paceline.engine.detokenizer import TextStream, Trimmed
+from paceline.engine.detokenizer import TextStream, TrimmedVerdict
 from paceline.engine.draft_length import Controller
 from paceline.engine.draft_policy import DraftPolicy
 from paceline.engine.prediction import PredictedReply
@@ -97,7 +97,7 @@ class Request:
         self.error, self.finish = error, "error"
 
 
-def accept(request: Request, draft: Draft, logits: Tensor) -> Trimmed:
+def accept(request: Request, draft: Draft, logits: Tensor) -> TrimmedVerdict:
     """Verify a draft, without side effects.
 
     An exception, for example from a user's logits processor or stopping criterion, becomes part of the verdict. It then
@@ -115,4 +115,4 @@ def accept(request: Request, draft: Draft, logits: Tensor) -> Trimmed:
         verdict = RULES[request.sampler.rule](draft, logits, request.sampler, request.prefix)
         return request.stream.trim(verdict, draft, logits)
     except Exception as error:
-        return Trimmed((), (), "error", error=error)
+        return TrimmedVerdict((), (), "error", error=error)

@@ -26,18 +26,18 @@ from paceline.vision.prompt import cache_ids
 
 _log = logging.getLogger("paceline.engine")
 
-Begin = Callable[[Request | None], Request]
+BeginRequest = Callable[[Request | None], Request]
 """A function that starts a request. Its argument is a prefilled request with the same prompt, or None."""
-Fits = Callable[[Sequence[int]], bool]
+FitsInMemory = Callable[[Sequence[int]], bool]
 """A function that returns True if there is memory for texts of these lengths, in tokens."""
 
-_HEADROOM = 256
+_HEADROOM_TOKENS = 256
 """Number of additional tokens for which there must be memory before a text is admitted."""
 _MAX_CATCH_UP = 4
 """While requests are waiting, up to this multiple of the usual number of prompt tokens is fed between two rounds. A
 higher multiple would shorten the wait for first tokens, but would stall running replies."""
-_IN_TURN = 4
-"""Every `_IN_TURN`-th piece comes from the prompt that has waited longest."""
+_FAIR_INTERVAL = 4
+"""Every `_FAIR_INTERVAL`-th piece comes from the prompt that has waited longest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +60,7 @@ class Task:
         unread: Number of prompt tokens that must still be fed. This is an estimate until the reply has a slot.
     """
 
-    begin: Begin | None = None
+    begin: BeginRequest | None = None
     prompt: Sequence[int] = ()
     group: Hashable | None = None
     client: Hashable | None = None
@@ -100,7 +100,7 @@ class Scheduler:
         engine: Engine,
         width: int,
         quota: float = inf,
-        fits: Fits = lambda lengths: True,
+        fits: FitsInMemory = lambda lengths: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._width, self._fits, self._clock = engine, width, fits, clock
@@ -133,7 +133,7 @@ class Scheduler:
         self._open[task] = None
         if task.prompt:
             prefixes = self._engine.prefixes
-            task.unread = len(task.prompt) - (0 if prefixes is None else prefixes.known(cache_ids(task.prompt)))
+            task.unread = len(task.prompt) - (0 if prefixes is None else prefixes.estimate_hit(cache_ids(task.prompt)))
         self.waiting.append(task)
 
     def turn(self) -> list[TaskOutput]:
@@ -285,7 +285,7 @@ class Scheduler:
         if not self.reading:
             return None
         self._num_pieces += 1
-        in_turn = self._num_pieces % _IN_TURN == 0
+        in_turn = self._num_pieces % _FAIR_INTERVAL == 0
         task = self.reading[0] if in_turn else min(self.reading, key=lambda one: one.unread)
         self.reading.remove(task)
         self.reading.append(task)
@@ -299,7 +299,7 @@ class Scheduler:
         active = Counter(one.client for one in self.active)
         # Preempted tasks come first.
         task = min(may, key=lambda one: (one.request is None, active[one.client]))
-        if self.active and not self._fits([_HEADROOM + one.length for one in (task, *self.active)]):
+        if self.active and not self._fits([_HEADROOM_TOKENS + one.length for one in (task, *self.active)]):
             return None
         return task
 

@@ -15,7 +15,7 @@ from paceline.protocols import Adaptable, Divisible, KVCache, Target
 from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, with_siblings
 
-_PREFIXES, _ROWS, _LONGEST = (61, 5), 5, 32
+_PREFIX_LENGTHS, _COMPARED_ROWS, _MAX_PASS_ROWS = (61, 5), 5, 32
 """Numbers of tokens before the compared rows, number of compared rows, and number of rows in the longest pass, rounded
 up.
 
@@ -35,12 +35,12 @@ def guarantee(target: Target) -> Guarantee:
         "bits" if all logits are identical: text with speculation equals plain decoding bit for bit. Otherwise
         "rounding": a token may differ if two candidates are nearly equal.
     """
-    prefixes: tuple[int, ...] = _PREFIXES
+    prefixes: tuple[int, ...] = _PREFIX_LENGTHS
     if isinstance(target, Divisible):
-        prefixes = _PREFIXES[:1] if target.rows_are_independent else _PREFIXES
+        prefixes = _PREFIX_LENGTHS[:1] if target.rows_are_independent else _PREFIX_LENGTHS
         target = target.excerpt()
     count = 1 + _adapters(target)
-    if target.context_length <= _LONGEST:
+    if target.context_length <= _MAX_PASS_ROWS:
         return "rounding"
     ways = product(prefixes, range(count))
     return "bits" if all(_same_bits(target, *way, (way[1] + 1) % count) for way in ways) else "rounding"
@@ -67,12 +67,12 @@ def _adapters(target: Target) -> int:
 def _same_bits(target: Target, before: int, adapter: int, neighbour: int) -> bool:
     """Return True if the guarantee is "bits" after `before` tokens, for requests with this adapter. `neighbour`:
     Adapter of another request in the same pass."""
-    before = min(before, target.context_length - _LONGEST)
-    tokens = _tokens(target, before + _ROWS)
+    before = min(before, target.context_length - _MAX_PASS_ROWS)
+    tokens = _tokens(target, before + _COMPARED_ROWS)
     cache, path = target.new_cache(), tokens[before:]
     slot = cache.acquire(0, adapter)
     _feed(target, cache, slot, tokens[:before], (PREFILL_ROWS,), prompt=True)
-    chain, numbers = Draft.chain(path[1:]), [*range(1, _ROWS)]
+    chain, numbers = Draft.chain(path[1:]), [*range(1, _COMPARED_ROWS)]
     ways = [(Draft.chain(path[1:] + path * 5), numbers), (chain, numbers)]
     if cache.fit(slot, DraftBudget(nodes=8, depth=4, branch=2)).branch > 1:
         ways.append(with_siblings(path[1:], path[0]))
@@ -92,7 +92,7 @@ def _same_bits(target: Target, before: int, adapter: int, neighbour: int) -> boo
     third = cache.acquire(0, neighbour)
     _feed(target, cache, third, tokens[:before], (PREFILL_ROWS,), prompt=True)
     _, logits = _verify(target, cache, [other, third, slot], path[:1] * 3, [Draft(), Draft(), chain])
-    return torch.equal(logits[2, :_ROWS], torch.stack(alone[:_ROWS]))
+    return torch.equal(logits[2, :_COMPARED_ROWS], torch.stack(alone[:_COMPARED_ROWS]))
 
 
 def _singly(target: Target, cache: KVCache, slot: int, tokens: Sequence[int]) -> Iterator[Tensor]:
@@ -114,7 +114,7 @@ def _together(
     yield _verify(target, cache, [slot], [token], [Draft()])[1][0, 0]
 
 
-def seamless(target: Target, guarantee: Guarantee) -> bool:
+def chunk_invariant(target: Target, guarantee: Guarantee) -> bool:
     """Return True if a token leaves the same bits in keys, values and states, whichever pass feeds it.
 
     The pass may be a prompt chunk of any size, or a round. If the result is True, a text can continue from any other
@@ -125,16 +125,16 @@ def seamless(target: Target, guarantee: Guarantee) -> bool:
         target: The target.
         guarantee: Result of the function `guarantee` for the target.
     """
-    length = min(BLOCK + _LONGEST, target.context_length - _LONGEST)
-    if guarantee != "bits" or length < 2 * _LONGEST:
+    length = min(BLOCK + _MAX_PASS_ROWS, target.context_length - _MAX_PASS_ROWS)
+    if guarantee != "bits" or length < 2 * _MAX_PASS_ROWS:
         return False
     tokens = _tokens(target, length)
     # Rows with an adapter also go through all operations of plain rows, so checking them is enough.
     cache, adapter = target.new_cache(), min(1, _adapters(target))
     slot = cache.acquire(length, adapter)
     _feed(target, cache, slot, tokens, (PREFILL_ROWS,), prompt=True)
-    whole, late = cache.save(slot), length - 2 * _LONGEST
-    early = whole.most(2 * _LONGEST, length) or min(PREFILL_ROWS, length)
+    whole, late = cache.save(slot), length - 2 * _MAX_PASS_ROWS
+    early = whole.most(2 * _MAX_PASS_ROWS, length) or min(PREFILL_ROWS, length)
     ways = ((0, early, (3, 1, 60), True), (late, length, (3, 61), True), (late, length, (7, 1), False))
     for start, end, sizes, prompt in ways:
         other, same = cache.acquire(length, adapter), cache.acquire(length, adapter)

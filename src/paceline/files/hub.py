@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.files.gguf_names import choose, complete
+from paceline.files.gguf_names import choose_model, gguf_files
 from paceline.files.progress import progress_bar
 from paceline.files.wheels import cache_folder
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", ".gitattributes"]
+_FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", ".gitattributes"]
 """Patterns of the files to download. Every repository contains .gitattributes, and the client would print a warning if
 no file matched."""
-_PICKLES = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
-_UNWANTED = ["*/*", "consolidated*"]
+_PICKLE_PATTERNS = ["pytorch_model*.bin", "adapter_model.bin", "medusa_lm_head.pt"]
+_SKIPPED_PATTERNS = ["*/*", "consolidated*"]
 """Files to skip: subfolders and consolidated files contain the same weights in other layouts."""
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
 """Modules of the transports that the hub's client uses. Some of their errors are not subclasses of OSError."""
-_PIECE = 1 << 20
-_SPARE = 1 << 28
+_CHUNK_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 28
 """Number of bytes that a download must leave free on the disk."""
 
 
@@ -59,8 +59,8 @@ def hub_model(
 
     Args:
         name: Repository, "owner/name".
-        quantization: GGUF file to choose (`gguf_names.choose`). None means the safetensors, or a GGUF file if there are
-            no safetensors.
+        quantization: GGUF file to choose (`gguf_names.choose_model`). None means the safetensors, or a GGUF file if
+            there are no safetensors.
         revision: Branch, tag or commit. None means the main branch.
         token: Access token of the hub. None uses the token of the user.
         quiet: Show no progress bars.
@@ -72,14 +72,14 @@ def hub_model(
         UnsupportedModel: If the repository contains neither safetensors nor GGUF files.
         CorruptModel: If a downloaded file has the wrong hash.
     """
-    if not newest and (path := _stored(name, quantization, revision)):
+    if not newest and (path := _downloaded(name, quantization, revision)):
         return path
     if quantization is None and "gguf" not in name.lower():  # repositories of GGUF files have "gguf" in their names
-        folder = _snapshot(name, revision, token, quiet, _WANTED)
+        folder = _snapshot(name, revision, token, quiet, _FILE_PATTERNS)
         if any(folder.glob("*.safetensors")):
             return folder
         if allow_pickle:
-            return _snapshot(name, revision, token, quiet, _WANTED + _PICKLES)
+            return _snapshot(name, revision, token, quiet, _FILE_PATTERNS + _PICKLE_PATTERNS)
     return hub_gguf(name, quantization, revision=revision, token=token, quiet=quiet)
 
 
@@ -97,7 +97,7 @@ def hub_gguf(
 
     Args:
         name: Repository, "owner/name".
-        quantization: See `gguf_names.choose`.
+        quantization: See `gguf_names.choose_model`.
         revision: Branch, tag or commit. None means the main branch.
         token: Access token of the hub. None uses the token of the user, and False sends none.
         quiet: Show no progress bars.
@@ -116,7 +116,7 @@ def hub_gguf(
             f"the hub model {name} contains neither safetensors nor GGUF files",
             "Use another model, or set allow_pickle=True",
         )
-    names = choose([file.name for file in files], quantization, name)
+    names = choose_model([file.name for file in files], quantization, name)
     chosen = [file for file in files if file.name in names]
     if (size := sum(file.size for file in chosen)) > most:
         raise UnsupportedModel(
@@ -133,12 +133,12 @@ def _folder(name: str, revision: str | None) -> Path:
     return store_folder() / (name if revision is None else f"{name}@{revision.replace('/', '-')}")
 
 
-def _stored(name: str, quantization: str | None, revision: str | None) -> Path | None:
+def _downloaded(name: str, quantization: str | None, revision: str | None) -> Path | None:
     """Return a GGUF file that Paceline or the hub's client has downloaded before, or None."""
     for folder in (_folder(name, revision), snapshot_of(name, revision)):
-        if folder and (files := complete(folder)):
+        if folder and (files := gguf_files(folder)):
             try:
-                return folder / choose(files, quantization, name)[0]
+                return folder / choose_model(files, quantization, name)[0]
             except ModelNotFound:
                 continue
     return None
@@ -195,7 +195,7 @@ def _is_safe(name: str) -> bool:
     return bool(parts) and not any(part in ("..", "/") or set(part) & set("\\:\0") for part in parts)
 
 
-class _Watched(BufferedWriter):
+class _ProgressWriter(BufferedWriter):
     """A file opened for appending. It calls `watch` with its size after every write."""
 
     def __init__(self, path: Path, watch: Callable[[int], None]) -> None:
@@ -227,10 +227,10 @@ def _download(
 
     # The name contains the hash, so that a download never continues the partial file of another version.
     part = target.with_name(f".{target.name}.{file.sha256[:16]}.incomplete")
-    with WeakFileLock(part.with_suffix(".lock")), _Watched(part, watch) as out:
+    with WeakFileLock(part.with_suffix(".lock")), _ProgressWriter(part, watch) as out:
         begun = out.tell()
         missing = file.size - begun
-        if shutil.disk_usage(target.parent).free < missing + _SPARE:
+        if shutil.disk_usage(target.parent).free < missing + _MIN_FREE_BYTES:
             raise ModelNotFound(
                 f"the disk of {folder} has no room for the {missing / 1e9:.1f} GB of {target.name}",
                 "Free space, or set PACELINE_CACHE to a folder on another disk",
@@ -259,7 +259,7 @@ def _download(
 def _sha256(path: Path, quiet: bool) -> str:
     digest, size, done = hashlib.sha256(), path.stat().st_size, 0
     with path.open("rb") as file, progress_bar(f"checking {path.name}", not quiet) as advance:
-        while data := file.read(_PIECE):
+        while data := file.read(_CHUNK_BYTES):
             digest.update(data)
             done += len(data)
             advance(done, size)
@@ -271,7 +271,7 @@ def _snapshot(name: str, revision: str | None, token: str | None, quiet: bool, p
 
     with _hub_errors(name, revision), _progress_bars(quiet):
         folder = snapshot_download(
-            name, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=_UNWANTED
+            name, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=_SKIPPED_PATTERNS
         )
     return Path(folder)
 

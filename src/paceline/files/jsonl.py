@@ -17,7 +17,7 @@ from paceline.errors import InvalidData
 from paceline.protocols import Closable
 
 _BOM = b"\xef\xbb\xbf"
-LONGEST = 1 << 26
+MAX_LINE_BYTES = 1 << 26
 """Maximum length of a line in bytes."""
 _START_OVER = "Use the same options again or another folder, or delete the file to start over"
 
@@ -49,10 +49,10 @@ class JsonlFile:
         with path.open("rb") as file:
             offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
             file.seek(offset)
-            for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), b""), 1):
-                if len(line) > LONGEST:
+            for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+                if len(line) > MAX_LINE_BYTES:
                     raise InvalidData(
-                        f"{path}, line {number}: the line is longer than {LONGEST >> 20} MiB", "Remove it"
+                        f"{path}, line {number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB", "Remove it"
                     )
                 digest.update(line)
                 if line.strip():
@@ -141,7 +141,7 @@ class BoundedJournal(Journal):
 
     def _rotate(self) -> None:
         self.close()
-        os.replace(self._path, older(self._path))
+        os.replace(self._path, older_file(self._path))
         super().__init__(self._path, self._mode)
         self._begin()
 
@@ -154,7 +154,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(row) + "\n").encode()
 
 
-def older(path: Path) -> Path:
+def older_file(path: Path) -> Path:
     """Return the file with the older lines of a `BoundedJournal`."""
     return path.with_name(path.name + ".old")
 

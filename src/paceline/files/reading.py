@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from paceline.errors import CorruptModel, ModelNotFound, PacelineError, UnsupportedModel
-from paceline.files.garbage import uncollected
-from paceline.files.schema import CORRECT, FieldKind, check
+from paceline.files.gc_pause import gc_paused
+from paceline.files.schema import FIX_INVALID_FILE, FieldKind, check
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MIB = 1 << 20
-_CONFIG_LIMIT = 8 * MIB
-_DEEPEST = 64
+_MAX_CONFIG_BYTES = 8 * MIB
+_MAX_JSON_DEPTH = 64
+"""Maximum nesting depth of JSON lists and objects."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -44,29 +45,30 @@ def open_regular(path: Path) -> BinaryIO:
         raise ModelNotFound(f"cannot open {path}: {reason}", "Check the path and its permissions") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CorruptModel(f"{path} is not a regular file", "Replace it by a copy of the model's file")
+        raise CorruptModel(f"{path} is not a regular file", "Replace it with a copy of the model's file")
     return os.fdopen(descriptor, "rb")
 
 
-class Mapped(NamedTuple):
-    """A mapped file.
+class MappedFile(NamedTuple):
+    """A memory-mapped file.
 
     Attributes:
         buffer: The mapped memory.
-        identity: Values that identify this version of this file. They differ for any other file or version.
+        identity: A key that identifies the file and its version: path, size, modification time, device and inode.
     """
 
     buffer: mmap
     identity: tuple[Any, ...]
 
     def bytes(self, start: int, size: int) -> Tensor:
-        """Return `size` > 0 bytes of the file as uint8, without reading them."""
+        """Return `size` > 0 bytes of the file, from byte `start`, as a uint8 tensor that shares the mapped memory. The
+        bytes are read from disk when they are used."""
         import torch  # imported here because commands that only look for files start faster without it
 
         return torch.frombuffer(self.buffer, dtype=torch.uint8, count=size, offset=start)
 
 
-def map_file(path: Path) -> Mapped:
+def map_file(path: Path) -> MappedFile:
     """Map a regular file into memory.
 
     Raises:
@@ -82,10 +84,10 @@ def map_file(path: Path) -> Mapped:
             buffer = mmap(file.fileno(), 0, access=ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise ModelNotFound(f"cannot map {path} into memory ({error})", "Check memory and file system") from error
-    return Mapped(buffer, (path.resolve(), state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino))
+    return MappedFile(buffer, (path.resolve(), state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino))
 
 
-def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
+def read_text(path: Path, limit: int = _MAX_CONFIG_BYTES) -> str:
     """Read a UTF-8 file of at most `limit` bytes.
 
     Raises:
@@ -103,10 +105,12 @@ def read_text(path: Path, limit: int = _CONFIG_LIMIT) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise CorruptModel(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", CORRECT) from error
+        raise CorruptModel(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start})", FIX_INVALID_FILE
+        ) from error
 
 
-def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_LIMIT) -> dict[str, Any]:
+def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read the JSON object in a file.
 
     Args:
@@ -121,17 +125,17 @@ def read_json(path: Path, fields: Mapping[str, FieldKind], limit: int = _CONFIG_
     """
     text = read_text(path, limit)
     try:
-        with uncollected():
+        with gc_paused():
             data = json.loads(text)
             depth = _depth(data)
     except RecursionError:
-        data, depth = {}, _DEEPEST + 1
+        data, depth = {}, _MAX_JSON_DEPTH + 1
     except ValueError as error:
-        raise CorruptModel(f"{path} is not valid JSON ({error})", CORRECT) from error
+        raise CorruptModel(f"{path} is not valid JSON ({error})", FIX_INVALID_FILE) from error
     if not isinstance(data, dict):
-        raise CorruptModel(f"{path} must contain a JSON object", CORRECT)
-    if depth > _DEEPEST:
-        raise CorruptModel(f"{path} is nested deeper than {_DEEPEST} levels", CORRECT)
+        raise CorruptModel(f"{path} must contain a JSON object", FIX_INVALID_FILE)
+    if depth > _MAX_JSON_DEPTH:
+        raise CorruptModel(f"{path} is nested deeper than {_MAX_JSON_DEPTH} levels", FIX_INVALID_FILE)
     check(path, data, fields)
     return data
 
@@ -142,7 +146,7 @@ def read_json_if_exists(path: Path, fields: Mapping[str, FieldKind]) -> dict[str
 
 
 @contextmanager
-def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
+def library_errors(cause: str, fix: str = FIX_INVALID_FILE) -> Iterator[None]:
     """Convert any error of a library to a `CorruptModel` with this cause and the library's reason.
 
     A `MemoryError` is not converted, because the file is not its cause. The library tokenizers raises plain
@@ -159,9 +163,9 @@ def library_errors(cause: str, fix: str = CORRECT) -> Iterator[None]:
 
 
 def _depth(data: Any) -> int:
-    """Return the nesting depth of lists and objects. Stop counting beyond `_DEEPEST`."""
+    """Return the nesting depth of lists and objects. Stop counting beyond `_MAX_JSON_DEPTH`."""
     depth, level = 0, [data] if isinstance(data, (dict, list)) else []
-    while level and depth <= _DEEPEST:
+    while level and depth <= _MAX_JSON_DEPTH:
         depth += 1
         children = (x for one in level for x in (one.values() if isinstance(one, dict) else one))
         level = [x for x in children if isinstance(x, (dict, list))]

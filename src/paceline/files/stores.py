@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import InvalidOption, ModelNotFound
-from paceline.files.gguf_names import complete, parts_of, quantization_of, whole
+from paceline.files.gguf_names import complete_models, gguf_files, parts_of, quantization_of
 from paceline.files.hub import client_cache, snapshot_of, store_folder
 from paceline.files.names import short_name
-from paceline.files.wheels import PACKAGED, cache_folder
+from paceline.files.wheels import PACKAGED_MODELS, cache_folder
 
 OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
 """Prefixes of names in other programs' stores."""
 _OLLAMA_WEIGHTS = "application/vnd.ollama.image.model"
 _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_LONGEST_MANIFEST = 1 << 20
-_MOST = 10_000
+_MAX_MANIFEST_BYTES = 1 << 20
+_MAX_FILES = 10_000
 """Maximum number of files to look at in a store."""
 
 
-_OTHERS = {"ollama": "Delete it with `ollama rm`", "lmstudio": "Delete it in LM Studio"}
+_DELETE_ADVICE = {"ollama": "Delete it with `ollama rm`", "lmstudio": "Delete it in LM Studio"}
 """Another program's store -> how to delete a model from it."""
 
 
@@ -35,7 +35,7 @@ class StoredModel(NamedTuple):
     """A model on this machine.
 
     Attributes:
-        name: The name under which `find` finds the model.
+        name: The name under which `find_model` finds the model.
         path: The model's file or folder.
         size: Size in bytes.
         store: Name of the store that contains it.
@@ -49,9 +49,9 @@ class StoredModel(NamedTuple):
 
 def stored_models(everything: bool = False) -> list[StoredModel]:
     """Return the downloaded models. With `everything`, include models of Ollama and LM Studio."""
-    found = [*_packaged(), *_pulled(), *_hub_cache()]
+    found = [*_packaged_models(), *_downloaded_models(), *_hub_cache_models()]
     if everything:
-        found += [*_ollama(), *_lm_studio()]
+        found += [*_ollama_models(), *_lm_studio_models()]
     return sorted(found, key=lambda model: (model.store != "paceline", model.store, model.name))
 
 
@@ -60,7 +60,7 @@ def name_of(path: Path) -> str:
     return next((model.name for model in stored_models(everything=True) if model.path == path), str(path))
 
 
-def find(name: str) -> StoredModel:
+def find_model(name: str) -> StoredModel:
     """Find a model by its name in `stored_models`. The quantisation may be omitted if it is unambiguous.
 
     Raises:
@@ -79,10 +79,10 @@ def find(name: str) -> StoredModel:
     )
 
 
-def remove(model: StoredModel) -> None:
+def remove_model(model: StoredModel) -> None:
     """Delete a model's files. Raise `InvalidOption` if the model belongs to another program."""
-    if model.store in _OTHERS:
-        raise InvalidOption(f"{model.name} belongs to {model.store}", _OTHERS[model.store])
+    if model.store in _DELETE_ADVICE:
+        raise InvalidOption(f"{model.name} belongs to {model.store}", _DELETE_ADVICE[model.store])
     names = parts_of(model.path.name) or [model.path.name]
     is_folder = model.path.is_dir()
     for path in [*model.path.rglob("*")] if is_folder else [model.path.with_name(name) for name in names]:
@@ -117,7 +117,7 @@ def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
         raise ModelNotFound(f"there is no folder {folder}", "Use a folder of GGUF files")
     files = _ggufs(folder, subfolders)
     found = [StoredModel(_stem(parts[0]), folder / parts[0], _size(folder, parts), "folder") for parts in files]
-    for config in islice(folder.glob("**/config.json" if subfolders else "*/config.json"), _MOST):
+    for config in islice(folder.glob("**/config.json" if subfolders else "*/config.json"), _MAX_FILES):
         weights = [path.name for path in config.parent.glob("*.safetensors") if path.is_file()]
         if weights:
             size = _size(config.parent, weights)
@@ -131,7 +131,7 @@ def models_in(folder: Path, subfolders: bool = True) -> list[StoredModel]:
 
 
 def _ggufs(folder: Path, subfolders: bool = True) -> list[list[str]]:
-    return whole(islice(complete(folder, subfolders), _MOST))
+    return complete_models(islice(gguf_files(folder, subfolders), _MAX_FILES))
 
 
 def _stem(file: str) -> str:
@@ -142,8 +142,8 @@ def _size(folder: Path, files: list[str]) -> int:
     return sum((folder / file).stat().st_size for file in files)
 
 
-def _packaged() -> Iterator[StoredModel]:
-    for name, model in PACKAGED.items():
+def _packaged_models() -> Iterator[StoredModel]:
+    for name, model in PACKAGED_MODELS.items():
         path = cache_folder() / model.filename
         if path.is_file() and path.stat().st_size == model.size:
             yield StoredModel(name, path, model.size, "paceline")
@@ -155,13 +155,13 @@ def _hub_files(repository: str, folder: Path, store: str) -> Iterator[StoredMode
         yield StoredModel(name, folder / parts[0], _size(folder, parts), store)
 
 
-def _pulled() -> Iterator[StoredModel]:
-    for folder in islice(store_folder().glob("*/*"), _MOST):
+def _downloaded_models() -> Iterator[StoredModel]:
+    for folder in islice(store_folder().glob("*/*"), _MAX_FILES):
         yield from _hub_files(folder.relative_to(store_folder()).as_posix(), folder, "paceline")
 
 
-def _hub_cache() -> Iterator[StoredModel]:
-    for folder in islice(client_cache().glob("models--*--*"), _MOST):
+def _hub_cache_models() -> Iterator[StoredModel]:
+    for folder in islice(client_cache().glob("models--*--*"), _MAX_FILES):
         repository = folder.name.removeprefix("models--").replace("--", "/", 1)
         snapshot = snapshot_of(repository, None)
         if snapshot is None:
@@ -186,11 +186,11 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _ollama() -> Iterator[StoredModel]:
+def _ollama_models() -> Iterator[StoredModel]:
     """Yield Ollama's models. Each has a JSON manifest HOST/OWNER/NAME/TAG, which names the blob of its weights."""
     if not (folder := _ollama_folder()):
         return
-    for path in islice(folder.glob("manifest*/*/*/*/*"), _MOST):
+    for path in islice(folder.glob("manifest*/*/*/*/*"), _MAX_FILES):
         blob = _weights_of(path, folder / "blobs")
         if blob is None:
             continue
@@ -203,7 +203,7 @@ def _ollama() -> Iterator[StoredModel]:
 def _weights_of(manifest: Path, blobs: Path) -> Path | None:
     """Return the GGUF file that a manifest of Ollama names, or None if there is none."""
     try:
-        if manifest.stat().st_size > _LONGEST_MANIFEST:
+        if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
             return None
         layers = json.loads(manifest.read_bytes())["layers"]
         digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _OLLAMA_WEIGHTS)
@@ -214,7 +214,7 @@ def _weights_of(manifest: Path, blobs: Path) -> Path | None:
         return None
 
 
-def _lm_studio() -> Iterator[StoredModel]:
+def _lm_studio_models() -> Iterator[StoredModel]:
     """Yield LM Studio's models, which are stored as PUBLISHER/REPOSITORY/FILE."""
     for place in (".lmstudio/models", ".cache/lm-studio/models"):
         folder = Path.home() / place

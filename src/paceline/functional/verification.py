@@ -147,8 +147,8 @@ def verify_rejection(
             verdicts.append(walk(draft, lambda row, path, after=best[b]: after[row]))  # type: ignore[misc]
             continue
         known = {row: (q[b, row] / mass[b, row]).cpu() for row in {*draft.parents} if drawn[b][row]}
-        chance = _GivenChance(logits[b], heat[b], numbers)
-        verdicts.append(rejection_walk(replace(draft, q=known), chance.shaped, chance))
+        draws = _GivenDraws(logits[b], heat[b], numbers)
+        verdicts.append(rejection_walk(replace(draft, q=known), draws.probabilities, draws))
     return _accepted(tree, verdicts)
 
 
@@ -210,14 +210,14 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
     return cache.scatter_(2, new, cache.gather(2, old))
 
 
-class _GivenChance:
+class _GivenDraws:
     """The target's distributions in one request's round, and the random draws (`verify.rejection.Chance`)."""
 
     def __init__(self, logits: Tensor, temperature: float, uniforms: list[list[float]]) -> None:
         self._logits, self._temperature, self._uniforms = logits, temperature, uniforms
         self._depth = self._tried = 0
 
-    def shaped(self, row: int, path: Sequence[int]) -> Tensor:
+    def probabilities(self, row: int, path: Sequence[int]) -> Tensor:
         """Return p [V]. It is NaN for a row without a finite maximum. The walk ends at such a row, and accepts nothing
         there."""
         self._depth, self._tried = len(path), 0

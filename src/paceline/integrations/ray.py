@@ -26,13 +26,13 @@ from paceline.cli.commands import parsed
 from paceline.cli.serve import ServedModels, ServerOptions, application
 from paceline.errors import InvalidOption
 from paceline.integrations.replica_streams import known, parts
-from paceline.integrations.routing import Route, ranks, route_of
+from paceline.integrations.routing import Route, rank_replicas, route_of
 from paceline.kernels.torch_variables import RUNNING
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import ApiError, api_error
 from paceline.server.limits import Settings, authorization, check_host, check_key
 from paceline.server.listen import check_address
-from paceline.server.preprocessing import LONG, Preprocessor, client_of
+from paceline.server.preprocessing import MIN_LONG_BODY, Preprocessor, client_id
 
 _ATTEMPTS = 2
 """Number of replicas to try if they die before they begin to answer a request."""
@@ -64,7 +64,7 @@ class PrefixRouter(RequestRouter):
             route = pending_request.kwargs["route"]
         names = [replica.replica_id.unique_id for replica in candidate_replicas]
         loads = [self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in candidate_replicas]
-        return [[candidate_replicas[i] for i in group] for group in ranks(route, names, loads.__getitem__)]
+        return [[candidate_replicas[i] for i in group] for group in rank_replicas(route, names, loads.__getitem__)]
 
 
 class Replica:
@@ -157,7 +157,7 @@ class Front:
 
     async def _route(self, request: Request, body: bytes) -> Route:
         work = partial(route_of, request.headers, body)
-        return work() if len(body) <= LONG else await self._preprocessor.run("parse", client_of(request), work)
+        return work() if len(body) <= MIN_LONG_BODY else await self._preprocessor.run("parse", client_id(request), work)
 
     async def _begin(self, request: Request, body: bytes) -> tuple[Any, list[Message]]:
         """Start a replica's answer. If the replica dies, try another one, since the client has received nothing yet.

@@ -50,7 +50,7 @@ def route_of(headers: Mapping[str, str], body: bytes) -> Route:
     return Route(tuple(_digest(opening[:length]) for length in _BLOCKS)) if opening else Route()
 
 
-def ranks(route: Route, names: Sequence[str], load: Callable[[int], int]) -> list[list[int]]:
+def rank_replicas(route: Route, names: Sequence[str], load: Callable[[int], int]) -> list[list[int]]:
     """Rank the replicas for a request.
 
     The owner of a key is the replica with the highest hash of key and name (rendezvous hashing: Thaler and Ravishankar,

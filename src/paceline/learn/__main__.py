@@ -1,4 +1,4 @@
-"""The process that gives a lesson: `python -m paceline.learn SETTINGS`, started by `Learner`.
+"""The process that trains a head: `python -m paceline.learn SETTINGS`, started by `Learner`.
 
 It ends when its standard input ends, so that it does not outlive the server.
 """
@@ -33,18 +33,18 @@ def _be_nice() -> None:
 
 
 def main(text: str) -> None:
-    """Give a lesson with these settings (`Learner._settings`), as JSON."""
+    """Run one training run with these settings (`Learner._settings`), as JSON."""
     threading.Thread(target=_follow_parent, daemon=True).start()
     _be_nice()
     set_unless_given({**RUNNING, **TRAINING})
     settings: dict[str, Any] = json.loads(text)
-    from paceline.learn.folder import Pupil
-    from paceline.learn.lesson import job_for, teach
+    from paceline.learn.folder import KeyFolder
+    from paceline.learn.training import train_job, train_on_traffic
     from paceline.llm import load
 
     llm = load(settings["model"], drafter=None, progress=False, **settings["load"])
-    job = job_for(settings["model"], llm.model.target.vocab_size, settings["disk"])
-    teach(llm, Pupil(Path(settings["folder"])), settings["drafter"], job)
+    job = train_job(settings["model"], llm.model.target.vocab_size, settings["disk"])
+    train_on_traffic(llm, KeyFolder(Path(settings["folder"])), settings["drafter"], job)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InvalidOption, PacelineError
-from paceline.files.jsonl import older, replace_with
-from paceline.files.sole import sole_user
+from paceline.files.folder_lock import lock_folder
+from paceline.files.jsonl import older_file, replace_with
 from paceline.recording.file import Recording
 from paceline.recording.rows import RecordedReply
 
@@ -23,84 +23,84 @@ _LOG = logging.getLogger("paceline.learn")
 _MARK = "paceline-learn"
 """File with the secret of the folder. It also marks folders that `forget` may delete."""
 
-LEAST_HELD = 16
+MIN_HELD_OUT = 16
 """Minimum number of held-out replies to compare drafters. With fewer replies, the interval is not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pupil:
+class KeyFolder:
     """The folder of one API key.
 
     Attributes:
-        folder: The folder. Only its owner can read it.
+        path: The folder. Only its owner can read it.
     """
 
-    folder: Path
+    path: Path
 
     @property
     def traffic(self) -> Path:
-        """Recording of the latest replies. The older half is in `older(traffic)`."""
-        return self.folder / "traffic.jsonl"
+        """Recording of the latest replies. The older half is in `older_file(traffic)`."""
+        return self.path / "traffic.jsonl"
 
     @property
-    def _unfinished(self) -> Path:
-        """Folder of the lesson in progress. Everything that a lesson writes, or leaves after a kill, is in it."""
-        return self.folder / "lesson"
+    def _training_folder(self) -> Path:
+        """Folder of the training run in progress. It holds all files that the run writes, or leaves after a kill."""
+        return self.path / "lesson"
 
     @property
-    def lesson(self) -> Path:
+    def training_data(self) -> Path:
         """Recording that the head in training is trained on. It exists only until that head is finished."""
-        return self._unfinished / "traffic.jsonl"
+        return self._training_folder / "traffic.jsonl"
 
     @property
     def head(self) -> Path:
         """The trained head that requests use, if there is one."""
-        return self.folder / "head"
+        return self.path / "head"
 
     @property
-    def candidate(self) -> Path:
+    def new_head(self) -> Path:
         """The head in training."""
-        return self._unfinished / "head"
+        return self._training_folder / "head"
 
     @property
-    def _replaced(self) -> Path:
-        """The head before `head`. It exists only while `switch` runs."""
-        return self.folder / "head.old"
+    def _old_head(self) -> Path:
+        """The head before `head`. It exists only while `use_new_head` runs."""
+        return self.path / "head.old"
 
-    def switch(self) -> None:
-        """Replace the head with the head in training. If this is interrupted, call `recover`."""
-        self.recover()
+    def use_new_head(self) -> None:
+        """Replace the head with the head in training. If this is interrupted, call `recover_head`."""
+        self.recover_head()
         if self.head.exists():
-            self.head.rename(self._replaced)
-        self.candidate.rename(self.head)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+            self.head.rename(self._old_head)
+        self.new_head.rename(self.head)
+        shutil.rmtree(self._old_head, ignore_errors=True)
 
-    def recover(self) -> None:
+    def recover_head(self) -> None:
         """Finish or undo an interrupted switch. If a head was in use before, a head is in use afterwards."""
-        if self._replaced.exists() and not self.head.exists():
-            self._replaced.rename(self.head)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        if self._old_head.exists() and not self.head.exists():
+            self._old_head.rename(self.head)
+        shutil.rmtree(self._old_head, ignore_errors=True)
 
     def status(self) -> dict[str, Any]:
-        """Return the result of the last lesson, or {} if there is none or the file is damaged."""
+        """Return the result of the latest training run, or {} if there is none or the file is damaged."""
         try:
-            found = json.loads((self.folder / "status.json").read_text())
+            found = json.loads((self.path / "status.json").read_text())
             return found if isinstance(found, dict) else {}
         except (OSError, ValueError, RecursionError):
             return {}
 
     def write_status(self, status: Mapping[str, Any]) -> None:
-        """Replace the result of the last lesson."""
-        replace_with(self.folder / "status.json", lambda new: new.write_text(json.dumps(status) + "\n"))
+        """Replace the result of the latest training run."""
+        replace_with(self.path / "status.json", lambda new: new.write_text(json.dumps(status) + "\n"))
 
     def replies(self) -> list[RecordedReply]:
         """Return the recorded replies, oldest first. Skip a damaged file."""
-        return [*_replies(older(self.traffic)), *_replies(self.traffic)]
+        return [*_replies(older_file(self.traffic)), *_replies(self.traffic)]
 
-    def drop_lesson(self) -> None:
-        """Delete the remains of a lesson."""
-        self.lesson.unlink(missing_ok=True)  # first, so that a partly deleted lesson is never continued
-        shutil.rmtree(self._unfinished, ignore_errors=True)
+    def discard_training(self) -> None:
+        """Delete the files of a training run."""
+        self.training_data.unlink(missing_ok=True)  # first, so that a partly deleted run is never continued
+        shutil.rmtree(self._training_folder, ignore_errors=True)
 
 
 def _replies(path: Path) -> list[RecordedReply]:
@@ -129,7 +129,7 @@ def open_folder(folder: Path) -> Path:
     return folder
 
 
-def pupil_of(folder: Path, key: str | None) -> Pupil:
+def open_key_folder(folder: Path, key: str | None) -> KeyFolder:
     """Return the subfolder of an API key, or of None for a server without keys. Create it if it is missing.
 
     Its name is a keyed hash, so that it does not show the API key.
@@ -138,12 +138,12 @@ def pupil_of(folder: Path, key: str | None) -> Pupil:
     name = "all" if key is None else hashlib.blake2b(key.encode(), key=secret[:64], digest_size=8).hexdigest()
     made = folder / name
     made.mkdir(mode=0o700, exist_ok=True)
-    pupil = Pupil(made)
-    pupil.recover()
-    return pupil
+    key_folder = KeyFolder(made)
+    key_folder.recover_head()
+    return key_folder
 
 
-def pupils(folder: Path) -> list[Pupil]:
+def key_folders(folder: Path) -> list[KeyFolder]:
     """Return the subfolders of a folder.
 
     Raises:
@@ -154,10 +154,10 @@ def pupils(folder: Path) -> list[Pupil]:
         raise InvalidOption(
             f"{folder} is not a folder of --learn", "Name the folder that `paceline serve --learn` uses"
         )
-    return [Pupil(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    return [KeyFolder(path) for path in sorted(folder.iterdir()) if path.is_dir()]
 
 
-def forget(folder: Path) -> None:
+def delete_folder(folder: Path) -> None:
     """Delete a folder of --learn with everything in it.
 
     Raises:
@@ -165,8 +165,8 @@ def forget(folder: Path) -> None:
         OSError: If something cannot be deleted.
     """
     folder = folder.expanduser()
-    pupils(folder)
-    with sole_user(folder):
+    key_folders(folder)
+    with lock_folder(folder):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -177,12 +177,12 @@ def forget(folder: Path) -> None:
         folder.rmdir()
 
 
-def described(status: Mapping[str, Any]) -> str:
-    """Return a status in words."""
+def describe_status(status: Mapping[str, Any]) -> str:
+    """Describe the result of a training run (`KeyFolder.status`) in words."""
     if not status:
         return "no head yet"
     gain = status.get("gain")
     if not isinstance(gain, dict) or not all(isinstance(gain.get(x), float) for x in ("value", "low", "high")):
-        return f"the last head was not compared: fewer than {LEAST_HELD} held-out replies"
+        return f"the last head was not compared: fewer than {MIN_HELD_OUT} held-out replies"
     figures = f"{gain['value']:.2f} times as fast ({gain['low']:.2f} to {gain['high']:.2f})"
     return f"last head: {figures} as before, {'in use' if status.get('switched') else 'not used'}"

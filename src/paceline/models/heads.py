@@ -52,7 +52,8 @@ class EagleConfig:
         layer: The decoder layers, with the target's vocabulary. Only the first layer reads the embedding. Its
             `context_length` comes from the file (2048 in many published heads), but is no limit: the target's context
             length applies.
-        taps: Input taps, in order. Empty if the file leaves them to the target, until `head_fit.fits` fills them in.
+        taps: Input taps, in order. Empty if the file leaves them to the target, until `head_fit.fit_to_target` fills
+            them in.
         target_hidden: The target's hidden size.
         draft_vocab: Number of tokens that the head can draft.
         version: 3, or 1 for EAGLE-1, EAGLE-2 and MTP layers.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, IDENTITY, check
+from paceline.files.schema import FIX_INVALID_FILE, IDENTITY, check
 
 Raw = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ def refuse_other_kinds(raw: Raw, where: str | Path = "config.json", native: Cont
     """
     check(where, raw, IDENTITY)
     if "model_type" not in raw:
-        raise CorruptModel(f"{where} lacks model_type", CORRECT)
+        raise CorruptModel(f"{where} lacks model_type", FIX_INVALID_FILE)
     name = (raw.get("architectures") or [raw["model_type"]])[0]
     if any(key in raw for key in ("vision_config", "audio_config", "text_config")):
         raise UnsupportedModel(f"{name} is a multimodal model", "Use a text-only model of the same family")

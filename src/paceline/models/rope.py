@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, NULL, OBJECT, ROPE, check, check_value
+from paceline.files.schema import FIX_INVALID_FILE, NULL, OBJECT, ROPE, check, check_value
 from paceline.models.config import RopeConfig
 
 Rope = tuple[Tensor, Tensor] | None
@@ -215,7 +215,7 @@ def read_rope(scaling: Raw | None, raw: Raw, theta: float, head_dim: int) -> Rop
         raise UnsupportedModel(f"rope scaling {kind!r} is not supported", f"Supported: {', '.join(KINDS)}")
     needed, known = KINDS[kind]
     if absent := [key for key in needed if key not in given]:
-        raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", CORRECT)
+        raise CorruptModel(f"rope scaling {kind!r} lacks {', '.join(absent)}", FIX_INVALID_FILE)
     if unknown := [key for key in given if key not in (*needed, *known, *_HARMLESS)]:
         raise UnsupportedModel(f"rope scaling {kind!r} with {', '.join(unknown)} is not supported", "Use another model")
     share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))

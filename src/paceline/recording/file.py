@@ -15,13 +15,20 @@ from paceline.checkpoints.head_fit import fingerprint, same_target
 from paceline.checkpoints.loader import Loaded
 from paceline.engine.request import Request
 from paceline.errors import CannotWrite, InvalidData
-from paceline.files.jsonl import LONGEST, BoundedJournal, Journal, JsonlFile
+from paceline.files.jsonl import MAX_LINE_BYTES, BoundedJournal, Journal, JsonlFile
 from paceline.protocols import Closable, TargetWithHead
-from paceline.recording.rows import ENDS, RecordedReply, RecordingHeader, parse_header, parse_reply, seeded
+from paceline.recording.rows import (
+    RECORDED_FINISH_REASONS,
+    RecordedReply,
+    RecordingHeader,
+    parse_header,
+    parse_reply,
+    recorded_parameters,
+)
 from paceline.sampling.parameters import Sampling
 
 _LOG = logging.getLogger("paceline")
-_LARGEST = 1 << 32
+_MAX_FILE_BYTES = 1 << 32
 """Maximum size of a recording in bytes."""
 _ANOTHER = "Record into another file"
 
@@ -91,10 +98,10 @@ class ReplyRecorder(Closable):
         split = request.num_prompt_tokens
         prompt, reply = tuple(request.token_ids[:split]), tuple(request.token_ids[split:])
         repeatable = request.sampler.rule == "match" and not sampling.processors and not request.images
-        if request.finish not in ENDS or not repeatable or not reply:
+        if request.finish not in RECORDED_FINISH_REASONS or not repeatable or not reply:
             self.skipped += 1
         elif self._journal and self.error is None:
-            how = seeded(sampling, request.sampler.noise.seed)
+            how = recorded_parameters(sampling, request.sampler.noise.seed)
             row = RecordedReply(prompt, reply, request.finish, how, sample, round(started, 6))
             try:
                 self._journal.append(row.as_dict())
@@ -121,7 +128,7 @@ def _begun(path: Path) -> RecordingHeader | None:
     if not path.exists() or not path.stat().st_size:
         return None
     with path.open("rb") as file:
-        line = file.readline(LONGEST)
+        line = file.readline(MAX_LINE_BYTES)
     if not line.endswith(b"\n") and line.startswith(b'{"paceline_recording"'):
         return None
     try:
@@ -146,9 +153,10 @@ class Recording(Sequence[RecordedReply]):
             InvalidData: If a row is not valid. The message names file and line.
             OSError: If the file cannot be read.
         """
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _MAX_FILE_BYTES:
             raise InvalidData(
-                f"{path} is larger than {_LARGEST >> 30} GiB", "Remove replies from the file; each line holds one"
+                f"{path} is larger than {_MAX_FILE_BYTES >> 30} GiB",
+                "Remove replies from the file; each line holds one",
             )
         self.path, self.tokens = path, 0
         self._header: RecordingHeader | None = None

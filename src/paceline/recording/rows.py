@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from paceline.errors import InvalidOption
-from paceline.files.schema import NULL, OBJECT, TEXT, FieldKind, number, whole
+from paceline.files.schema import NULL, OBJECT, TEXT, FieldKind, integer, number
 from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.thinking import ThinkingBudget
@@ -19,11 +19,11 @@ from paceline.types import FinishReason
 
 FORMAT = 1
 """Version of the format. It increases with every change that older readers cannot read."""
-ENDS: tuple[FinishReason, ...] = ("eos", "stop", "length")
+RECORDED_FINISH_REASONS: tuple[FinishReason, ...] = ("eos", "stop", "length")
 """Stop reasons of recorded replies. A reply that was cancelled or failed ended independently of its text."""
 _GRAMMAR = 1 << 16
 """Maximum length of a grammar in characters."""
-_LEFT_OUT = ("processors", "stop_when", "logprobs", "rule")
+_UNRECORDED_FIELDS = ("processors", "stop_when", "logprobs", "rule")
 """Fields of `Sampling` that are not recorded, because they are functions or do not affect tokens."""
 
 
@@ -59,7 +59,7 @@ class RecordedReply:
     Attributes:
         prompt: Token ids of the prompt.
         reply: Token ids of the reply, including EOS.
-        finish: Stop reason, one of `ENDS`.
+        finish: Stop reason, one of `RECORDED_FINISH_REASONS`.
         sampling: Sampling parameters, including the seed that was used.
         sample: Number of the reply among several replies to one prompt.
         started: Time of the request in seconds since 1970.
@@ -87,7 +87,7 @@ def _to_json(sampling: Sampling) -> dict[str, Any]:
     """Return the parameters that differ from the defaults, as JSON values."""
     plain = Sampling()
     values = {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
-    row = {name: x for name, x in values.items() if name not in _LEFT_OUT and x != getattr(plain, name)}
+    row = {name: x for name, x in values.items() if name not in _UNRECORDED_FIELDS and x != getattr(plain, name)}
     if sampling.grammar:
         grammar = sampling.grammar
         row["grammar"] = {"kind": grammar.kind, "text": grammar.text, "whitespace": grammar.whitespace}
@@ -98,7 +98,7 @@ def _to_json(sampling: Sampling) -> dict[str, Any]:
     return row
 
 
-_ID = whole(0, 2**31 - 1)
+_ID = integer(0, 2**31 - 1)
 _LIST = FieldKind("a list of token ids", lambda x: isinstance(x, list), "lists of token ids")
 _HEADER = {
     **dict.fromkeys(("model", "version"), TEXT),
@@ -106,15 +106,15 @@ _HEADER = {
         "two hexadecimal numbers with a colon between them",
         lambda x: isinstance(x, str) and re.fullmatch("[0-9a-f]{1,64}:[0-9a-f]{1,4096}", x) is not None,
     ),
-    "vocab_size": whole(1, 2**24),
-    "context_length": whole(1, 2**40),
+    "vocab_size": integer(1, 2**24),
+    "context_length": integer(1, 2**40),
     "quantize": TEXT | NULL,
 }
 _REPLY = {
     **dict.fromkeys(("prompt", "reply"), _LIST),
-    "finish": FieldKind(f"one of {', '.join(ENDS)}", lambda x: x in ENDS),
+    "finish": FieldKind(f"one of {', '.join(RECORDED_FINISH_REASONS)}", lambda x: x in RECORDED_FINISH_REASONS),
     "sampling": OBJECT,
-    "sample": whole(0, 2**31 - 1),
+    "sample": integer(0, 2**31 - 1),
     "started": number(0, 1e12),
 }
 
@@ -156,8 +156,8 @@ def _check(row: Mapping[str, Any], kinds: Mapping[str, FieldKind]) -> None:
     for name, kind in kinds.items():
         if name not in row:
             raise ValueError(f"{name!r} is missing")
-        if not kind.holds(row[name]):
-            raise ValueError(f"{name!r} must be {kind.what}, got {json.dumps(row[name])[:40]}")
+        if not kind.accepts(row[name]):
+            raise ValueError(f"{name!r} must be {kind.singular}, got {json.dumps(row[name])[:40]}")
 
 
 def _token_ids(name: str, ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ def _token_ids(name: str, ids: Sequence[Any], vocab_size: int) -> tuple[int, ...
 
 
 def _sampling(row: dict[str, Any]) -> Sampling:
-    known = {field.name for field in fields(Sampling)} - {*_LEFT_OUT}
+    known = {field.name for field in fields(Sampling)} - {*_UNRECORDED_FIELDS}
     if unknown := [name for name in row if name not in known]:
         raise ValueError(f"{unknown[0]!r:.40} is not a recorded sampling parameter")
     if row.get("seed") is None:
@@ -197,6 +197,6 @@ def _grammar(row: Any) -> Grammar:
     return Grammar(row.get("kind", ""), row["text"], row.get("whitespace") is True)
 
 
-def seeded(sampling: Sampling, seed: int) -> Sampling:
-    """Return the parameters to record: with the seed that was used, and without `_LEFT_OUT`."""
+def recorded_parameters(sampling: Sampling, seed: int) -> Sampling:
+    """Return the parameters to record: with the seed that was used, and without `_UNRECORDED_FIELDS`."""
     return replace(sampling, seed=seed, processors=(), stop_when=(), logprobs=None)

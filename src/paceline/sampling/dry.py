@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 Counts = npt.NDArray[np.int32]
 Tails = Sequence[tuple[int, ...]]
 
-_MOST_TAIL = 20
+_MAX_TAIL = 20
 """Maximum number of tokens of a breaker after its first token, as in llama.cpp."""
 _FLOAT32_LOG = 88.7228391
 """Logarithm of the largest float32."""
-_MOST_PENALTY = 1e30
+_MAX_PENALTY = 1e30
 """Maximum penalty. A logit minus this number is finite in float32, even after it is divided by the lowest
 temperature."""
 
@@ -48,11 +48,11 @@ class Breakers:
         """
         self._tails = tails
 
-    def alone(self, token: int) -> bool:
+    def is_breaker(self, token: int) -> bool:
         """Return True if this token is a whole breaker."""
         return () in self._tails(token)
 
-    def last(self, tokens: Sequence[int]) -> tuple[int, int] | None:
+    def find_last(self, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Find the last breaker.
 
         Returns:
@@ -60,7 +60,7 @@ class Breakers:
         """
         for at in reversed(range(len(tokens))):
             if tails := self._tails(tokens[at]):
-                following = tuple(tokens[at + 1 : at + 1 + _MOST_TAIL])
+                following = tuple(tokens[at + 1 : at + 1 + _MAX_TAIL])
                 if fitting := [len(tail) for tail in tails if following[: len(tail)] == tail]:
                     return at, at + 1 + max(fitting)
         return None
@@ -68,10 +68,10 @@ class Breakers:
     @staticmethod
     def of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
         """Convert texts to tokens, including all ways to write them."""
-        return Breakers(_Spelled(texts, tokenizer).tails)
+        return Breakers(_BreakerTokens(texts, tokenizer).tails)
 
 
-class _Spelled:
+class _BreakerTokens:
     """The tokens that the texts may begin with. Each token is examined only when it is needed, because vocabularies are
     large."""
 
@@ -106,7 +106,7 @@ class _Spelled:
 
     def _tail(self, text: str) -> tuple[int, ...]:
         if text not in self._spelled:
-            self._spelled[text] = tuple(self._spell(text)[:_MOST_TAIL])
+            self._spelled[text] = tuple(self._spell(text)[:_MAX_TAIL])
         return self._spelled[text]
 
 
@@ -121,7 +121,7 @@ class _PenalizedText:
         self._write(tokens)
         self.committed += len(tokens)
 
-    def up_to(self, size: int, path: Sequence[int]) -> Counts:
+    def with_path(self, size: int, path: Sequence[int]) -> Counts:
         """Return the first `size` tokens of the text, followed by a drafted path. The next call may overwrite the
         result."""
         self._write(path)
@@ -142,7 +142,7 @@ class _Repetitions:
     Attributes:
         size: Number of tokens of the text.
         path: Drafted tokens at the end of the text.
-        at: Earlier places of the last token, in ascending order, [n].
+        places: Earlier places of the last token, in ascending order, [n].
         common: For each of these places, the number of tokens that end there and equal the last tokens of the text,
             [n].
         breaker: The place of the last breaker's first token, and the place after the breaker.
@@ -150,7 +150,7 @@ class _Repetitions:
 
     size: int
     path: tuple[int, ...]
-    at: Counts
+    places: Counts
     common: Counts
     breaker: tuple[int, int] | None
 
@@ -168,20 +168,20 @@ class _Repetitions:
                 left, right = i, i + size
         common = np.array(found[:0:-1], np.int32)
         at = np.flatnonzero(common).astype(np.int32)
-        return _Repetitions(len(tokens), (), at, common[at], breakers.last(tokens))
+        return _Repetitions(len(tokens), (), at, common[at], breakers.find_last(tokens))
 
-    def then(self, token: int, text: _PenalizedText, breakers: Breakers) -> _Repetitions:
+    def after_token(self, token: int, text: _PenalizedText, breakers: Breakers) -> _Repetitions:
         """Return the repetitions after appending a token."""
         size, path = self.size + 1, (*self.path, token) if self.size >= text.committed else ()
-        tokens = text.up_to(size, path)
+        tokens = text.with_path(size, path)
         at = np.flatnonzero(tokens[:-1] == token).astype(np.int32)
         common = np.ones(len(at), np.int32)
         # The repetitions that continue, selected on the left by their new places, and on the right by their old places.
         longer = (at > 0) & (tokens[at - 1] == tokens[size - 2])
-        common[longer] += self.common[tokens[self.at + 1] == token]
+        common[longer] += self.common[tokens[self.places + 1] == token]
         # If a breaker begins earlier than this, it was completed by an earlier token, if at all.
-        start = max(size - _MOST_TAIL - 1, 0)
-        found = breakers.last(tokens[start:].tolist())
+        start = max(size - _MAX_TAIL - 1, 0)
+        found = breakers.find_last(tokens[start:].tolist())
         breaker = (start + found[0], start + found[1]) if found else self.breaker
         return _Repetitions(size, path, at, common, breaker)
 
@@ -213,12 +213,14 @@ class Dry:
         self._breakers = breakers or Breakers()
         self._most_exponent = int(_FLOAT32_LOG / math.log(base)) if base > 1.000001 else 2**31 - 1
         self._text = _PenalizedText()
-        self._states = PrefixStates(self._begin, lambda state, token: state.then(token, self._text, self._breakers))
+        self._states = PrefixStates(
+            self._begin, lambda state, token: state.after_token(token, self._text, self._breakers)
+        )
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         self._text.commit(prefix.token_ids[self._text.committed :])
-        sizes = self._repeated(self._states.at(prefix), len(logits))
-        repeating = {token: size for token, size in sizes.items() if not self._breakers.alone(token)}
+        sizes = self._repeated_tokens(self._states.at(prefix), len(logits))
+        repeating = {token: size for token, size in sizes.items() if not self._breakers.is_breaker(token)}
         if not repeating:
             return logits
         ids = torch.tensor([*repeating], dtype=torch.long, device=logits.device)
@@ -227,14 +229,14 @@ class Dry:
 
     def _penalty(self, size: int) -> float:
         exponent = min(size - self._allowed, self._most_exponent)
-        return min(self._multiplier * self._base**exponent, _MOST_PENALTY)
+        return min(self._multiplier * self._base**exponent, _MAX_PENALTY)
 
     def _begin(self, prefix: Prefix) -> tuple[_Repetitions, int]:
         if self._text.committed != len(prefix.token_ids):
             self._text = _PenalizedText(prefix.token_ids)
         return _Repetitions.of(prefix.token_ids, self._breakers), len(prefix.token_ids)
 
-    def _repeated(self, state: _Repetitions, width: int) -> dict[int, int]:
+    def _repeated_tokens(self, state: _Repetitions, width: int) -> dict[int, int]:
         """Return the tokens below `width` that would extend a repetition, and for each token the length of the longest
         such repetition."""
         size = state.size if self._last < 0 else min(self._last, state.size)
@@ -249,7 +251,7 @@ class Dry:
             limit = min(limit, state.size - state.breaker[1])
         if limit < self._allowed:
             return {}
-        followers = self._text.up_to(state.size, state.path)[at + 1]
+        followers = self._text.with_path(state.size, state.path)[at + 1]
         kept = np.flatnonzero((common >= self._allowed) & (followers < width))
         tokens, place = np.unique(followers[kept], return_inverse=True)
         sizes = np.zeros(len(tokens), np.int32)
@@ -260,7 +262,7 @@ class Dry:
         """Return the places of repetitions, and their lengths. If repetitions of length 0 are penalised, every place is
         one."""
         if self._allowed:
-            return state.at, state.common
+            return state.places, state.common
         common = np.zeros(max(0, state.size - 1), np.int32)
-        common[state.at] = state.common
+        common[state.places] = state.common
         return np.arange(len(common), dtype=np.int32), common

@@ -35,10 +35,10 @@ NAMES: dict[Kind, str] = {"json_schema": "the JSON schema", "regex": "the regula
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_COMPILED, _SOURCES = 384 * 2**20, 16 * 2**20
+_COMPILED_CACHE_BYTES, _SOURCE_CACHE_BYTES = 384 * 2**20, 16 * 2**20
 """Sizes, in bytes, of the cache of compiled grammars and of the cache of grammars in llguidance's form."""
-_GROWTH = 12 * 2**20
-"""Maximum growth of a compiled grammar while it is used, in bytes (`grammar_compile._STATES`)."""
+_MAX_GROWTH = 12 * 2**20
+"""Maximum growth of a compiled grammar while it is used, in bytes (`grammar_compile._MAX_LEXER_STATES`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ class Grammar:
         tokenizer: Tokenizer,
         size: int,
         ends: Collection[int],
-        least: int = 0,
-        late: Collection[int] = (),
-        further: Collection[int] = (),
+        min_tokens: int = 0,
+        delayed_ends: Collection[int] = (),
+        extra_ends: Collection[int] = (),
     ) -> Matcher:
         """Create the matcher for one reply.
 
@@ -131,20 +131,23 @@ class Grammar:
             tokenizer: The model's tokenizer.
             size: Number of tokens in the model's vocabulary.
             ends: Tokens that end every text.
-            least: Minimum number of tokens before a token of `late` may come, unless the grammar allows no other token.
-            late: See `least`.
-            further: Additional tokens that end this text.
+            min_tokens: Minimum number of tokens before a token of `delayed_ends` may come, unless the grammar allows no
+                other token.
+            delayed_ends: See `min_tokens`.
+            extra_ends: Additional tokens that end this text.
 
         Raises:
             InvalidOption: If there are no end tokens, or the grammar names special tokens that the model lacks.
         """
-        if not ends and not further:
+        if not ends and not extra_ends:
             raise InvalidOption(
                 "a grammar needs an end-of-sequence token, and the model has none", "Set stop_token_ids"
             )
-        known = frozenset(ends or further)
-        made = self._compile(tokenizer, size, known)
-        return Matcher(made.matcher, known, least, frozenset(late), frozenset(further) - known, made)
+        known = frozenset(ends or extra_ends)
+        compiled = self._compile(tokenizer, size, known)
+        return Matcher(
+            compiled.matcher, known, min_tokens, frozenset(delayed_ends), frozenset(extra_ends) - known, compiled
+        )
 
     def _source(self) -> str:
         """Convert the grammar to llguidance's form, and check it without a model. Raise `InvalidOption` if it is not
@@ -152,9 +155,9 @@ class Grammar:
         check_installed()
 
         def make() -> tuple[str, int]:
-            with _named(self.kind):
-                made = grammar_compile.source(self.kind, self.text, self.whitespace)
-            return made, len(self.text) + len(made)
+            with _grammar_errors(self.kind):
+                source = grammar_compile.llguidance_source(self.kind, self.text, self.whitespace)
+            return source, len(self.text) + len(source)
 
         return _sources.get(self, make)
 
@@ -163,11 +166,11 @@ class Grammar:
         key = (self, tokenizer, size, ends)
 
         def make() -> tuple[Compiled, int]:
-            if (found := _live.get(key)) is not None:
+            if (found := _all_compiled.get(key)) is not None:
                 return found, found.size
-            with _named(self.kind):
-                matcher = grammar_compile.matcher(_words(tokenizer, size, ends), self._source())
-            made = _live[key] = Compiled(matcher, self.size + _GROWTH)
+            with _grammar_errors(self.kind):
+                matcher = grammar_compile.compile_matcher(_llguidance_tokenizer(tokenizer, size, ends), self._source())
+            made = _all_compiled[key] = Compiled(matcher, self.size + _MAX_GROWTH)
             return made, made.size
 
         return _compiled.get(key, make)
@@ -181,13 +184,13 @@ class Compiled:
         self.matcher, self.size = matcher, size
 
 
-_live: WeakValueDictionary[Hashable, Compiled] = WeakValueDictionary()
+_all_compiled: WeakValueDictionary[Hashable, Compiled] = WeakValueDictionary()
 """All compiled grammars, including evicted grammars that active replies still use."""
 
 
 def live_bytes() -> int:
     """Return the total size, in bytes, of all compiled grammars that are cached or in use."""
-    return sum(one.size for one in list(_live.values()))
+    return sum(one.size for one in list(_all_compiled.values()))
 
 
 class Cache(Generic[K, V]):
@@ -211,35 +214,35 @@ class Cache(Generic[K, V]):
         return value
 
 
-_sources: Cache[Grammar, str] = Cache(_SOURCES)
-_compiled: Cache[Hashable, Compiled] = Cache(_COMPILED)
+_sources: Cache[Grammar, str] = Cache(_SOURCE_CACHE_BYTES)
+_compiled: Cache[Hashable, Compiled] = Cache(_COMPILED_CACHE_BYTES)
 
 
 @contextmanager
-def _named(kind: Kind) -> Iterator[None]:
+def _grammar_errors(kind: Kind) -> Iterator[None]:
     """Convert llguidance's errors to `InvalidOption`."""
     try:
         yield
     except ValueError as error:
-        raise refused(kind, f"{error}") from error
+        raise grammar_error(kind, f"{error}") from error
 
 
-def refused(kind: Kind, said: str) -> InvalidOption:
-    """Return the error for a grammar of this kind. `said`: llguidance's message."""
+def grammar_error(kind: Kind, message: str) -> InvalidOption:
+    """Return the error for a grammar of this kind. `message`: llguidance's message."""
     return InvalidOption(
-        f"{NAMES[kind]} cannot be used: {one_line(said)}",
+        f"{NAMES[kind]} cannot be used: {one_line(message)}",
         "Change it as described in Paceline's docs/how-to/structured-output.md",
     )
 
 
 @lru_cache(maxsize=4)
-def _words(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer:
+def _llguidance_tokenizer(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> LLTokenizer:
     """Return llguidance's tokenizer for a model."""
-    tokens, special = spelled(tokenizer, size, ends)
+    tokens, special = token_texts(tokenizer, size, ends)
     return grammar_compile.TokenTable(tokens, special, sorted(ends), tokenizer.spell).tokenizer()
 
 
-def spelled(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list[bytes], list[int]]:
+def token_texts(tokenizer: Tokenizer, size: int, ends: frozenset[int]) -> tuple[list[bytes], list[int]]:
     """Return the bytes that each token adds to a text, and the ids of tokens that cannot occur as text."""
     names = {i: name.encode(errors="replace") for name, i in tokenizer.vocabulary.items()}
     texts = {i: said for i, said in tokenizer.token_bytes.items() if i not in ends}

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 _ANY_SPACE: JsonCompileOptions = {}
 ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line. A small model that may write white space sometimes writes nothing else."""
-_STATES = 100_000
+_MAX_LEXER_STATES = 100_000
 """Maximum number of lexer states of a grammar. They take about 10 MB."""
-_ITEMS = 5000
+_MAX_PARSER_ITEMS = 5000
 """Maximum number of parser items per mask. They take about 5 ms. Without a limit, ambiguous grammars would take longer
 and longer."""
 
 
-def source(kind: str, text: str, whitespace: bool) -> str:
+def llguidance_source(kind: str, text: str, whitespace: bool) -> str:
     """Convert a grammar to llguidance's form, and check it without a model.
 
     Raises:
@@ -33,23 +33,23 @@ def source(kind: str, text: str, whitespace: bool) -> str:
     """
     from llguidance import LLMatcher
 
-    made: str
+    grammar: str
     if kind == "regex":
-        made = LLMatcher.grammar_from_regex(text)
+        grammar = LLMatcher.grammar_from_regex(text)
     elif kind == "lark":
-        made = LLMatcher.grammar_from_lark(text)
+        grammar = LLMatcher.grammar_from_lark(text)
     else:
-        schema = json_schema.enforceable(json.loads(text), _ANY_SPACE if whitespace else ONE_LINE)
-        made = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    wrong: str = LLMatcher.validate_grammar(made)
+        schema = json_schema.enforceable_schema(json.loads(text), _ANY_SPACE if whitespace else ONE_LINE)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    problem: str = LLMatcher.validate_grammar(grammar)
     # Ignore warnings, which only advise how to write a better grammar.
-    if wrong and not wrong.startswith("WARNING"):
-        raise ValueError(wrong)
-    return made
+    if problem and not problem.startswith("WARNING"):
+        raise ValueError(problem)
+    return grammar
 
 
-def matcher(words: LLTokenizer, made: str) -> LLMatcher:
-    """Return a matcher at the beginning of a text.
+def compile_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar in llguidance's form. Return a matcher at the beginning of a text.
 
     Raises:
         ValueError: If the grammar is too large or names unknown tokens.
@@ -57,16 +57,19 @@ def matcher(words: LLTokenizer, made: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     compiled = LLMatcher(
-        words, made, log_level=0, limits=LLParserLimits(max_lexer_states=_STATES, step_max_items=_ITEMS)
+        tokenizer,
+        grammar,
+        log_level=0,
+        limits=LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_PARSER_ITEMS),
     )
     if compiled.is_error():
         raise ValueError(compiled.get_error())
     return compiled
 
 
-def one_line(said: str) -> str:
-    """Return llguidance's message without the dump of its state."""
-    line = " ".join(said.partition("<state>")[0].split())
+def one_line(message: str) -> str:
+    """Return llguidance's message on one line, without the dump of its state."""
+    line = " ".join(message.partition("<state>")[0].split())
     return line if len(line) <= 300 else line[:300] + "..."
 
 
@@ -99,13 +102,13 @@ class TokenTable:
 
 # Jobs of the helper process
 
-_PREPARED: dict[str, LLTokenizer] = {}
+_TOKENIZERS: dict[str, LLTokenizer] = {}
 
 
 def prepare(argument: tuple[str, Sequence[bytes], Sequence[int], Sequence[int]]) -> None:
     """Create the tokenizer that `measure` finds under `key`, from (key, tokens, special, ends)."""
     key, tokens, special, ends = argument
-    _PREPARED[key] = TokenTable(tokens, special, ends, lambda text: []).tokenizer()
+    _TOKENIZERS[key] = TokenTable(tokens, special, ends, lambda text: []).tokenizer()
 
 
 def measure(argument: tuple[str, str, str, bool]) -> int:
@@ -113,7 +116,7 @@ def measure(argument: tuple[str, str, str, bool]) -> int:
     key, kind, text, whitespace = argument
     os.nice(10)
     before = _resident()
-    compiled = matcher(_PREPARED[key], source(kind, text, whitespace))
+    compiled = compile_matcher(_TOKENIZERS[key], llguidance_source(kind, text, whitespace))
     compiled.compute_bitmask()
     return max(0, _resident() - before)
 

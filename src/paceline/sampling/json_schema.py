@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.sampling.look_ahead import has_look_around, without_look_ahead
 from paceline.sampling.schema_branches import disjoint
-from paceline.sampling.schema_document import SchemaDocument, listed, mapping
+from paceline.sampling.schema_document import SchemaDocument, as_list, as_mapping
 
 _LOG = logging.getLogger("paceline")
 
@@ -23,24 +23,24 @@ Schema = dict[str, Any]
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 """Values of `format` that are enforced. All others are annotations, as the standard allows."""
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
+_KEYWORDS_WITH_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_KEYWORDS_WITH_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_KEYWORDS_WITH_SCHEMA = ("items", "additionalProperties", "additionalItems", "contains")
 _UNENFORCED = (
     *("contains", "minContains", "maxContains", "if", "not", "dependencies", "dependentRequired", "dependentSchemas"),
     *("unevaluatedProperties", "unevaluatedItems", "propertyNames"),
 )
-_OF_ANY_NAME = {"type", "title", "description", "format", "default", "examples", "$comment", "deprecated"}
+_NOT_ABOUT_NAMES = {"type", "title", "description", "format", "default", "examples", "$comment", "deprecated"}
 """Keywords that do not restrict the name of a property."""
-_HIGHEST, _LOWEST = 2**63 - 1024, 1024 - 2**63
+_MAX_NUMBER, _MIN_NUMBER = 2**63 - 1024, 1024 - 2**63
 """Bounds of numbers that llguidance supports."""
-_ARRAYS = 400
+_MAX_ARRAYS = 400
 """Maximum number of arrays to enumerate for arrays without repeated items. With 5 values, there are 326 arrays."""
-_ITEMS = 100
+_MAX_ITEMS = 100
 """Maximum number of items in an array whose items should differ, if the schema gives no limit."""
 
 
-def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
+def enforceable_schema(schema: Any, options: Mapping[str, Any]) -> Schema:
     """Rewrite a schema so that it can be enforced.
 
     Args:
@@ -53,7 +53,7 @@ def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
     """
     if not isinstance(schema, Mapping):
         raise ValueError(f"it must be an object, true or false, got {schema!r:.60}")
-    options = {**options, **mapping(schema.get("x-guidance"))}
+    options = {**options, **as_mapping(schema.get("x-guidance"))}
     try:
         made = _Rewriter(schema, options.get("lenient") is True).root()
     except RecursionError:
@@ -61,13 +61,13 @@ def enforceable(schema: Any, options: Mapping[str, Any]) -> Schema:
     return {**made, "x-guidance": options}
 
 
-def guide(schema: Mapping[str, Any], lenient: bool = True) -> Schema:
+def with_leniency(schema: Mapping[str, Any], lenient: bool = True) -> Schema:
     """Return a schema with "lenient" set in its "x-guidance", unless the schema sets it itself."""
-    return {**schema, "x-guidance": {"lenient": lenient, **mapping(schema.get("x-guidance"))}}
+    return {**schema, "x-guidance": {"lenient": lenient, **as_mapping(schema.get("x-guidance"))}}
 
 
 @lru_cache(maxsize=256)
-def _note(said: str) -> None:
+def _log_ignored(said: str) -> None:
     _LOG.warning("a JSON schema is enforced without %s, which is not supported", said)
 
 
@@ -141,33 +141,33 @@ class _Rewriter:
 
     def _bound(self, made: Schema, key: str) -> None:
         bound = made.get(key)
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or _LOWEST <= bound <= _HIGHEST:
+        if isinstance(bound, bool) or not isinstance(bound, int | float) or _MIN_NUMBER <= bound <= _MAX_NUMBER:
             return
         outward = (bound > 0) == key.lower().endswith("maximum")
         if outward and abs(bound) >= 1.797e308:  # exceeds the range of floats
             del made[key]
         elif outward:
-            made[key] = _HIGHEST if bound > 0 else _LOWEST
+            made[key] = _MAX_NUMBER if bound > 0 else _MIN_NUMBER
         else:
             self._refuse(made, key, f"{key} {bound}")
 
     def _choices(self, made: Schema) -> None:
-        """Replace oneOf by anyOf if the branches exclude each other, because both then have the same meaning."""
+        """Replace oneOf with anyOf if the branches exclude each other, because both then have the same meaning."""
         branches = made.get("oneOf")
         if not isinstance(branches, list):
             return
         if len(branches) > 1 and not disjoint(self._document, branches):
             if not self._lenient:
                 return  # llguidance may support this oneOf
-            _note("the exclusiveness of oneOf")
+            _log_ignored("the exclusiveness of oneOf")
         del made["oneOf"]
         if "anyOf" in made:
-            made["allOf"] = [*listed(made.get("allOf")), {"anyOf": branches}]
+            made["allOf"] = [*as_list(made.get("allOf")), {"anyOf": branches}]
         else:
             made["anyOf"] = branches
 
     def _strings(self, made: Schema) -> None:
-        """Replace look-ahead in a pattern by additional patterns. A text must match all of them."""
+        """Replace look-ahead in a pattern with additional patterns. A text must match all of them."""
         pattern = made.get("pattern")
         if not isinstance(pattern, str) or not has_look_around(pattern):
             return
@@ -177,7 +177,7 @@ class _Rewriter:
             return
         made["pattern"], *others = equal
         if others:
-            made["allOf"] = [*listed(made.get("allOf")), *({"pattern": other} for other in others)]
+            made["allOf"] = [*as_list(made.get("allOf")), *({"pattern": other} for other in others)]
 
     def _unique(self, made: Schema) -> None:
         """Enumerate all arrays if the items are unique and allow only a few values."""
@@ -185,7 +185,7 @@ class _Rewriter:
             return
         least, most, values = (
             made.get("minItems", 0),
-            made.get("maxItems", _ARRAYS),
+            made.get("maxItems", _MAX_ARRAYS),
             self._document.values(made.get("items")),
         )
         if most in (0, 1):
@@ -193,7 +193,7 @@ class _Rewriter:
             return
         arrays = None
         if values and not made.keys() & {"prefixItems", "contains", "enum", "const"}:
-            arrays = _arrays(values, least, most)
+            arrays = _enumerate_arrays(values, least, most)
         if arrays is None:
             self._refuse(made, "uniqueItems", "uniqueItems")
             self._limit_items(made, values)
@@ -206,16 +206,16 @@ class _Rewriter:
         """Limit the length of an array whose items should be unique, if that cannot be enforced. A small model would
         repeat an item without end."""
         least, most = made.get("minItems", 0), made.get("maxItems")
-        different = len(values) or max(_ITEMS, len(listed(made.get("prefixItems"))))
+        different = len(values) or max(_MAX_ITEMS, len(as_list(made.get("prefixItems"))))
         if isinstance(least, int) and (most is None or (values and isinstance(most, int))):
             made["maxItems"] = max(least, different if most is None else min(different, most))
 
     def _names(self, made: Schema) -> None:
-        """Replace propertyNames by properties or patternProperties."""
+        """Replace propertyNames with properties or patternProperties."""
         if "propertyNames" not in made:
             return
         names = self._document.resolved(made["propertyNames"])
-        conditions, values = set(names.keys() - _OF_ANY_NAME), self._document.values(names)
+        conditions, values = set(names.keys() - _NOT_ABOUT_NAMES), self._document.values(names)
         if made["propertyNames"] is False:
             conditions = {"not"}
         if not conditions:
@@ -240,7 +240,7 @@ class _Rewriter:
 
     def _keys(self, made: Schema) -> None:
         """Remove look-ahead from patternProperties."""
-        for pattern, value in mapping(made.get("patternProperties")).items():
+        for pattern, value in as_mapping(made.get("patternProperties")).items():
             if has_look_around(pattern):
                 made["patternProperties"] = {k: v for k, v in made["patternProperties"].items() if k != pattern}
                 equal = without_look_ahead(pattern)
@@ -268,7 +268,7 @@ class _Rewriter:
                 f'{said} cannot be enforced; {{"x-guidance": {{"lenient": true}}}} in the schema ignores it'
             )
         del made[key]
-        _note(said)
+        _log_ignored(said)
 
     # Objects
 
@@ -284,11 +284,11 @@ class _Rewriter:
         for part in parts:
             if "additionalProperties" in part or part.get("unevaluatedProperties") not in (None, False):
                 return
-            known |= dict.fromkeys(mapping(part.get("properties")), True)
-            known |= dict.fromkeys((name for name in listed(part.get("required")) if isinstance(name, str)), True)
+            known |= dict.fromkeys(as_mapping(part.get("properties")), True)
+            known |= dict.fromkeys((name for name in as_list(part.get("required")) if isinstance(name, str)), True)
         if single and not made.keys() & {"type", "$ref", "allOf", "anyOf"}:
             made["type"] = "object"
-        made["properties"] = {**known, **mapping(made.get("properties"))}
+        made["properties"] = {**known, **as_mapping(made.get("properties"))}
         made["additionalProperties"] = False
 
     def _objects(self, made: Schema, part: bool) -> bool:
@@ -300,8 +300,8 @@ class _Rewriter:
         """
         if part:
             return True
-        inner = [*listed(made.get("allOf")), *([{"$ref": made["$ref"]}] if "$ref" in made else [])]
-        described = sum(map(self._document.describes, [*inner, {"anyOf": listed(made.get("anyOf"))}]))
+        inner = [*as_list(made.get("allOf")), *([{"$ref": made["$ref"]}] if "$ref" in made else [])]
+        described = sum(map(self._document.describes, [*inner, {"anyOf": as_list(made.get("anyOf"))}]))
         several = described + ("properties" in made) > 1 or "unevaluatedProperties" in made
         if several:
             self._group += 1
@@ -318,10 +318,10 @@ class _Rewriter:
         This is necessary because a closed object allows the keys of all branches.
         """
         for choice in [
-            one[key] for one in self._document.parts(made) for key in ("anyOf", "oneOf") if listed(one.get(key))
+            one[key] for one in self._document.parts(made) for key in ("anyOf", "oneOf") if as_list(one.get(key))
         ]:
-            outside = _names_in(self._document.parts(made, without=choice))
-            names = [_names_in(self._document.parts(branch)) for branch in choice]
+            outside = _property_names(self._document.parts(made, without=choice))
+            names = [_property_names(self._document.parts(branch)) for branch in choice]
             self._document.count(len(choice) * len(set().union(*names)))
             self._forbidden[id(choice)] = [
                 {name: False for other in names for name in other if name not in own and name not in outside}
@@ -330,17 +330,17 @@ class _Rewriter:
 
     def _inside(self, made: Schema, parts: bool) -> Schema:
         """Rewrite the schemas within `made`. `parts`: True if they describe the same object together."""
-        for key in _MAPS:
+        for key in _KEYWORDS_WITH_MAPS:
             if isinstance(made.get(key), Mapping):
                 made[key] = {name: self._schema(one) for name, one in made[key].items()}
-        for key in _LISTS:
+        for key in _KEYWORDS_WITH_LISTS:
             if isinstance(made.get(key), list):
                 forbidden = self._forbidden.get(id(made[key])) if parts else None
                 made[key] = [self._schema(one, parts and key != "prefixItems") for one in made[key]]
                 for one, keys in zip(made[key], forbidden or (), strict=False):
                     if isinstance(one, dict) and keys:
-                        one["properties"] = {**keys, **mapping(one.get("properties"))}
-        for key in _SINGLE:
+                        one["properties"] = {**keys, **as_mapping(one.get("properties"))}
+        for key in _KEYWORDS_WITH_SCHEMA:
             if isinstance(made.get(key), list):
                 made[key] = [self._schema(one) for one in made[key]]
             elif key in made:
@@ -357,7 +357,7 @@ class _Rewriter:
         key = reference, self._group
         if key not in self._open:
             name = f"open-{len(self._open)}"
-            while name in mapping(self._document.root.get("$defs")):
+            while name in as_mapping(self._document.root.get("$defs")):
                 name += "-"
             self._open[key] = name
             inner = {key: value for key, value in target.items() if key not in ("$defs", "definitions", "x-guidance")}
@@ -365,15 +365,15 @@ class _Rewriter:
         return f"#/$defs/{self._open[key]}"
 
 
-def _names_in(parts: Iterable[Mapping[str, Any]]) -> dict[str, None]:
+def _property_names(parts: Iterable[Mapping[str, Any]]) -> dict[str, None]:
     """Return the keys that these schemas describe, in order."""
-    return {name: None for one in parts for name in mapping(one.get("properties"))}
+    return {name: None for one in parts for name in as_mapping(one.get("properties"))}
 
 
-def _arrays(values: list[Any], least: Any, most: Any) -> list[list[Any]] | None:
+def _enumerate_arrays(values: list[Any], least: Any, most: Any) -> list[list[Any]] | None:
     """Return all arrays of different values with these lengths, or None if there are too many."""
-    if not isinstance(least, int) or not isinstance(most, int) or len(values) > _ARRAYS:
+    if not isinstance(least, int) or not isinstance(most, int) or len(values) > _MAX_ARRAYS:
         return None
     sizes = range(least, min(most, len(values)) + 1)
-    made = list(islice((list(array) for n in sizes for array in permutations(values, n)), _ARRAYS + 1))
-    return made if len(made) <= _ARRAYS else None
+    made = list(islice((list(array) for n in sizes for array in permutations(values, n)), _MAX_ARRAYS + 1))
+    return made if len(made) <= _MAX_ARRAYS else None

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.sampling.grammar import refused
+from paceline.sampling.grammar import grammar_error
 from paceline.sampling.grammar_compile import ONE_LINE
-from paceline.sampling.json_schema import enforceable, guide
+from paceline.sampling.json_schema import enforceable_schema, with_leniency
 
 
-def literal(text: str, special: Mapping[str, int]) -> str:
+def text_expression(text: str, special: Mapping[str, int]) -> str:
     """Return the expression that matches a text.
 
     Args:
@@ -21,22 +21,22 @@ def literal(text: str, special: Mapping[str, int]) -> str:
             token.
     """
     parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-    found = [f"<[{special[part]}]>" if part in special else quoted(part) for part in parts if part]
-    return " ".join(found) or quoted("")
+    found = [f"<[{special[part]}]>" if part in special else quoted_text(part) for part in parts if part]
+    return " ".join(found) or quoted_text("")
 
 
-def quoted(text: str) -> str:
+def quoted_text(text: str) -> str:
     """Return the expression that matches a text without special tokens."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def json_of(schema: Mapping[str, Any]) -> str:
+def json_expression(schema: Mapping[str, Any]) -> str:
     """Return the expression that matches JSON that follows a schema, on a single line.
 
     Raises:
         InvalidOption: If the schema cannot be enforced, and sets "lenient" to false.
     """
     try:
-        return f"%json {json.dumps(enforceable(guide(schema), ONE_LINE))}"
+        return f"%json {json.dumps(enforceable_schema(with_leniency(schema), ONE_LINE))}"
     except ValueError as error:
-        raise refused("json_schema", f"{error}") from error
+        raise grammar_error("json_schema", f"{error}") from error

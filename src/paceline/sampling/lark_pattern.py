@@ -25,7 +25,7 @@ _TOKEN = re.compile(
     r'\s*(?:(?P<text>"(?:[^"\\\n]|\\.)*")|(?P<regex>/(?:[^/\\\n]|\\.)+/)|(?P<name>[A-Za-z_]\w*)'
     r"|(?P<count>~\s*\d+(?:\s*\.\.\s*\d+)?)|(?P<other>[()|?*+\[\]]))"
 )
-_LONGEST = 20_000
+_MAX_LENGTH = 20_000
 """Maximum length of a pattern, in characters."""
 
 
@@ -80,7 +80,7 @@ class _Pattern:
         right, at, found = self._rules[name].rstrip(), 0, ""
         while at < len(right):
             token = _TOKEN.match(right, at)
-            if token is None or len(found) > _LONGEST:
+            if token is None or len(found) > _MAX_LENGTH:
                 raise _NotRegular
             at, found = token.end(), found + self._token(token, (*above, name))
         return f"(?:{found})"

@@ -15,9 +15,9 @@ _ONLY_CLASS = re.compile(rf"\^?({_ATOM})([*+])\$")
 _ATOMS = re.compile(rf"({_ATOM}+)(\$?)")
 _OCCURS = re.compile(rf"(?:\.|\[\\s\\S\])\*({_ATOM}+)")
 
-_LONGEST = 1000
+_MAX_LENGTH = 1000
 """Maximum length of a pattern to rewrite, in characters."""
-_EQUAL = {
+_EQUIVALENTS = {
     # ISO 8601 durations of zod 4
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
         r"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:T(?:T_))?|T(?:T_))$".replace(
@@ -40,9 +40,9 @@ def without_look_ahead(pattern: str) -> list[str] | None:
         Patterns such that a text matches all of them if and only if it matches `pattern`. None if the pattern cannot be
         rewritten.
     """
-    if pattern in _EQUAL:
-        return [_EQUAL[pattern]]
-    if not pattern.startswith("^") or len(pattern) > _LONGEST:
+    if pattern in _EQUIVALENTS:
+        return [_EQUIVALENTS[pattern]]
+    if not pattern.startswith("^") or len(pattern) > _MAX_LENGTH:
         return None
     found, rest = [], pattern[1:]
     while rest.startswith(("(?=", "(?!")):
@@ -62,31 +62,31 @@ def _complement(body: str) -> str | None:
     """Return a pattern that matches the texts that do not begin with a match of `body`, or None if no such pattern is
     known."""
     if hit := _ONLY_CLASS.fullmatch(body):
-        other = _negated(hit[1])
+        other = _negated_class(hit[1])
         return other if hit[2] == "*" else f"^$|{other}"
     body = body.removeprefix("^")
     if hit := _ATOMS.fullmatch(body):
-        return f"^(?:{_unlike(re.findall(_ATOM, hit[1]), bool(hit[2]))})"
+        return f"^(?:{_not_beginning_with(re.findall(_ATOM, hit[1]), bool(hit[2]))})"
     if hit := _OCCURS.fullmatch(body):
         atoms = re.findall(_ATOM, hit[1])
         if len(atoms) == 1:
-            return f"^{_negated(atoms[0])}*$"
+            return f"^{_negated_class(atoms[0])}*$"
         if len(atoms) == 2 and atoms[0] == atoms[1]:
-            return f"^(?:{atoms[0]}?{_negated(atoms[0])})*{atoms[0]}?$"
+            return f"^(?:{atoms[0]}?{_negated_class(atoms[0])})*{atoms[0]}?$"
     return None
 
 
-def _unlike(atoms: list[str], whole: bool) -> str:
+def _not_beginning_with(atoms: list[str], whole: bool) -> str:
     """Return a pattern that matches the texts that do not begin with these atoms or, if `whole` is True, are not equal
     to them."""
     rest = r"[\s\S]" if whole else None
     for atom in reversed(atoms):
         after = "" if rest is None else f"|{atom}(?:{rest})"
-        rest = f"$|{_negated(atom)}{after}"
+        rest = f"$|{_negated_class(atom)}{after}"
     return rest or "$"
 
 
-def _negated(atom: str) -> str:
+def _negated_class(atom: str) -> str:
     """Return a character class that contains all characters that an atom does not match."""
     if atom.startswith("[^"):
         return f"[{atom[2:]}"

@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.cpu.build import library
-from paceline.sampling.truncation import Floats, Ids, finite, highest
+from paceline.sampling.truncation import Floats, Ids, finite_columns, highest_columns
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
 
-HIGHEST = float(np.float32(-math.log(-math.log1p(-(2.0**-33)))))
+MAX_NOISE = float(np.float32(-math.log(-math.log1p(-(2.0**-33)))))
 """The highest possible noise (22.87). There is a maximum because the hash has 32 bits."""
 
-_FEW = 512
+_MAX_DENSE = 512
 """Up to this number of columns, the noise of all columns is computed. If there are more, this many columns are sampled
 to find a bound for the others."""
 
 
-DRAFT, ACCEPT, EXCLUDE = 0, 1, 2
+DRAFT_STREAM, ACCEPT_STREAM, XTC_STREAM = 0, 1, 2
 """The streams for the drafter's draws, for decisions about acceptance, and for XTC's decisions (one per position). The
 token that the target adds is drawn with the noise of the position at which the round starts. So without drafts, the
 text is the same as with `match`."""
@@ -98,7 +98,8 @@ class Noise:
         Returns:
             Token ids and sums, highest first. A tie goes to the lowest id.
         """
-        columns = finite(scores) if len(scores) <= _FEW else self._candidates(position, scores, tokens, count)
+        dense = len(scores) <= _MAX_DENSE
+        columns = finite_columns(scores) if dense else self._candidates(position, scores, tokens, count)
         ids = columns if tokens is None else tokens[columns]
         sums = scores[columns] + _gumbel(self._hash(position, ids))
         order = np.argsort(-sums, kind="stable")[:count]
@@ -111,10 +112,10 @@ class Noise:
         it. The noise g = -log(-log u) raises a score s to the bound only if 1 - u <= -log u = exp(-g) <= exp(s -
         bound). So for each column, an integer hash and an exponential are enough to decide.
         """
-        some = highest(scores, count)
+        some = highest_columns(scores, count)
         if len(some) < count:
             return some
-        some = some[: max(_FEW, count)]
+        some = some[: max(_MAX_DENSE, count)]
         ids = some if tokens is None else tokens[some]
         sums = scores[some] + _gumbel(self._hash(position, ids))
         bound = float(np.partition(sums, len(sums) - count)[len(sums) - count])
@@ -122,11 +123,11 @@ class Noise:
         bound -= 1e-4 + abs(bound) * 2.0**-20
         if (found := _native_candidates(scores, tokens, self._key(position), bound)) is not None:
             return found
-        open_ = np.flatnonzero(scores >= scores.dtype.type(bound - HIGHEST))
-        hashed = self._hash(position, open_ if tokens is None else tokens[open_])
+        possible = np.flatnonzero(scores >= scores.dtype.type(bound - MAX_NOISE))
+        hashed = self._hash(position, possible if tokens is None else tokens[possible])
         # 1 - u, minus the possible rounding error of float32.
         missing = np.float32(1.0 - 2.0**-22) - hashed.astype(np.float32) * np.float32(2.0**-32)
-        return open_[missing <= np.exp(np.minimum(scores[open_] - scores.dtype.type(bound), 0.0))]
+        return possible[missing <= np.exp(np.minimum(scores[possible] - scores.dtype.type(bound), 0.0))]
 
     def _hash(self, position: int, tokens: Ids) -> npt.NDArray[np.uint32]:
         """Return 32 random bits per token."""
@@ -174,7 +175,7 @@ def _native_candidates(scores: Floats, tokens: Ids | None, key: int, bound: floa
     ids = None if tokens is None else np.ascontiguousarray(tokens, dtype=np.int64)
     found = np.empty(len(scores), dtype=np.int64)
     at = None if ids is None else ids.ctypes.data
-    count = run(scores.ctypes.data, at, len(scores), key, bound, HIGHEST, found.ctypes.data)
+    count = run(scores.ctypes.data, at, len(scores), key, bound, MAX_NOISE, found.ctypes.data)
     return found[:count]
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption, NonFiniteLogits, NoTokenLeft
-from paceline.sampling.noise import DRAFT, EXCLUDE, Noise
-from paceline.sampling.truncation import Floats, Ids, finite, highest, survivors, without_top
+from paceline.sampling.noise import DRAFT_STREAM, XTC_STREAM, Noise
+from paceline.sampling.truncation import Floats, Ids, exclude_top_choices, finite_columns, highest_columns, truncate
 
 _LOG = logging.getLogger("paceline")
 
@@ -66,7 +66,7 @@ LogitsProcessor = Callable[[Prefix, Tensor], Tensor]
 """(prefix, logits [V]) -> logits to use instead. The row is a copy and may be changed in place."""
 
 
-class Forcing(ABC):
+class ForcingProcessor(ABC):
     """A `LogitsProcessor` that sometimes knows the next tokens."""
 
     @abstractmethod
@@ -77,10 +77,10 @@ class Forcing(ABC):
         """Return up to `limit` tokens that must come next. The list is empty if there is a choice."""
 
 
-_SPARSE = 8
+_SPARSE_FACTOR = 8
 """If processors leave less than one token in this many, the other tokens are dropped before any further computation."""
 
-_COMPARED = 16
+_NORMALISED_CANDIDATES = 16
 """Number of best candidates among which probabilities are normalised if the text is sampled."""
 
 
@@ -125,8 +125,8 @@ class Sampler:
 
     The target chooses tokens with it, and drafters rank candidates with it, so both use the same noise.
 
-    Rows are always shaped on the host, whichever device they come from. So a visited row costs one transfer, and the
-    same computation gives the same token for every device.
+    Rows are always processed and truncated on the host, whichever device they come from. So a visited row costs one
+    transfer, and the same computation gives the same token for every device.
     """
 
     temperature: float = 0.0
@@ -176,7 +176,7 @@ class Sampler:
             token = int(scores.argmax())
             _check_finite(float(scores[token]), logits, len(prefix))
             return token
-        tokens, scores = self._shaped(row, logits, len(prefix))
+        tokens, scores = self._truncate(row, logits, len(prefix))
         return int(self.noise.best(len(prefix), scores, tokens)[0][0])
 
     def rank(
@@ -207,7 +207,7 @@ class Sampler:
         The result is empty if there is a choice. It depends only on the prefix and the parameters.
         """
         for processor in self.processors:
-            if isinstance(processor, Forcing):
+            if isinstance(processor, ForcingProcessor):
                 try:
                     found = processor.forced(prefix, limit)
                 except Exception:  # any error: it is raised again when the target visits this row
@@ -239,14 +239,14 @@ class Sampler:
     def distribution(self, prefix: Prefix, logits: Tensor) -> Tensor:
         """Return the probability [V] that `choose` takes each token of a row. The temperature must be > 0."""
         row = self.process(prefix, logits)
-        return _spread(row, *self._shaped(row, logits, len(prefix)), len(row))
+        return _softmax_at(row, *self._truncate(row, logits, len(prefix)), len(row))
 
     def _rank(self, prefix: Prefix, logits: Tensor, count: int, subset: Subset | None) -> Ranked:
         if subset and self.processors:
             # Processors use the target's token ids, and may allow tokens outside the subset.
             logits, subset = subset.widen(logits), None
         try:
-            tokens, scores = self._shaped(self.process(prefix, logits), logits, len(prefix))
+            tokens, scores = self._truncate(self.process(prefix, logits), logits, len(prefix))
         except NoTokenLeft:
             return Ranked([], [])
         except Exception:
@@ -260,66 +260,66 @@ class Sampler:
         if self.draws:
             # Gumbel top-k: sorting by log q + noise equals drawing without replacement (arXiv 1903.06059). The key of
             # the stream contains the round and the node, so two rows never share a random number.
-            noise = self.noise.stream(DRAFT, len(prefix.token_ids), *prefix.path)
+            noise = self.noise.stream(DRAFT_STREAM, len(prefix.token_ids), *prefix.path)
             best, sums = noise.best(0, scores, tokens, count)
             size = subset.size if subset else len(logits)
-            return Ranked(best.tolist(), sums.tolist(), _spread(logits, tokens, scores, size))
+            return Ranked(best.tolist(), sums.tolist(), _softmax_at(logits, tokens, scores, size))
         if self.greedy or self.rule == "typical":
-            best = _best(scores, count)
-            return Ranked((best if tokens is None else tokens[best]).tolist(), _chances(scores, scores[best]))
-        best, sums = self.noise.best(len(prefix), scores, tokens, max(count, _COMPARED))
-        return Ranked(best[:count].tolist(), _chances(sums, sums[:count]))
+            best = _top_columns(scores, count)
+            return Ranked((best if tokens is None else tokens[best]).tolist(), _log_probs(scores, scores[best]))
+        best, sums = self.noise.best(len(prefix), scores, tokens, max(count, _NORMALISED_CANDIDATES))
+        return Ranked(best[:count].tolist(), _log_probs(sums, sums[:count]))
 
-    def _shaped(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
+    def _truncate(self, row: Tensor, raw: Tensor, position: int) -> tuple[Ids | None, Floats]:
         """Return the tokens that survive truncation, in ascending order (None for all tokens), and their logits /
         temperature."""
         scores: Floats = row.detach().cpu().numpy()
         _check_finite(float(scores.max()), raw, position)
-        open_ = None
-        if self.processors and np.count_nonzero(scores > -np.inf) * _SPARSE < len(scores):
-            open_ = finite(scores)
-            scores = scores[open_]
+        allowed = None
+        if self.processors and np.count_nonzero(scores > -np.inf) * _SPARSE_FACTOR < len(scores):
+            allowed = finite_columns(scores)
+            scores = scores[allowed]
         if self.greedy:
-            return open_, scores
+            return allowed, scores
         cuts = (self.top_k, self.top_p, self.min_p, self.typical_p, self.top_n_sigma)
-        tokens, scores = survivors(scores / self.temperature, *cuts)
-        tokens = tokens if open_ is None else open_ if tokens is None else open_[tokens]
-        if self._excludes(position) and (left := without_top(scores, self.xtc_threshold)) is not None:
+        tokens, scores = truncate(scores / self.temperature, *cuts)
+        tokens = tokens if allowed is None else allowed if tokens is None else allowed[tokens]
+        if self._applies_xtc(position) and (left := exclude_top_choices(scores, self.xtc_threshold)) is not None:
             return left if tokens is None else tokens[left], scores[left]
         return tokens, scores
 
-    def _excludes(self, position: int) -> bool:
+    def _applies_xtc(self, position: int) -> bool:
         """Return True if XTC applies to the token at a position.
 
         This depends only on the seed and the position, so the target and the drafters agree in all rounds.
         """
         p = self.xtc_probability
-        return p > 0.0 and self.noise.stream(EXCLUDE).uniform(position) < p
+        return p > 0.0 and self.noise.stream(XTC_STREAM).uniform(position) < p
 
 
-def _best(scores: Floats, count: int) -> Ids:
+def _top_columns(scores: Floats, count: int) -> Ids:
     """Return the `count` highest columns, highest first, or fewer if fewer are finite. A tie goes to the lowest
     column."""
     if count == 1:
         return np.array([scores.argmax()])
-    best = highest(scores, count)
+    best = highest_columns(scores, count)
     return best[np.argsort(-scores[best], kind="stable")[:count]]
 
 
-def _chances(all_scores: Floats, chosen: Floats) -> list[float]:
+def _log_probs(all_scores: Floats, chosen: Floats) -> list[float]:
     """Return the log-softmax, over all scores, of the chosen scores. The first chosen score must be the highest of
     all."""
     total = np.exp(all_scores - chosen[0]).sum(dtype=np.float64)
-    chances: list[float] = (chosen - chosen[0] - math.log(total)).tolist()
-    return chances
+    log_probs: list[float] = (chosen - chosen[0] - math.log(total)).tolist()
+    return log_probs
 
 
-def _spread(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:
+def _softmax_at(row: Tensor, tokens: Ids | None, scores: Floats, size: int) -> Tensor:
     """Return a tensor [size] with softmax(scores) at `tokens` and 0 elsewhere. It has the dtype and device of `row`."""
-    kept = torch.from_numpy(scores).softmax(-1).to(row)
+    probs = torch.from_numpy(scores).softmax(-1).to(row)
     if tokens is None:
-        return kept
-    return row.new_zeros(size).scatter_(0, torch.from_numpy(tokens).to(row.device), kept)
+        return probs
+    return row.new_zeros(size).scatter_(0, torch.from_numpy(tokens).to(row.device), probs)
 
 
 def not_finite(position: int) -> NonFiniteLogits:

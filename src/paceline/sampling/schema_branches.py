@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paceline.sampling.schema_document import SchemaDocument, listed, mapping, named_values
+from paceline.sampling.schema_document import SchemaDocument, as_list, as_mapping, named_values
 
 Parts = list[Mapping[str, Any]]
 """Schemas that describe the same object."""
@@ -51,12 +51,14 @@ def _tell_apart(several: list[Parts]) -> bool:
     nor a schema that forbids additional keys.
     """
     keys = [
-        {name for one in parts for name in listed(one.get("required")) if isinstance(name, str)} for parts in several
+        {name for one in parts for name in as_list(one.get("required")) if isinstance(name, str)} for parts in several
     ]
     for name in set.intersection(*keys):
         if _distinct(_constants(_property(parts, name)) for parts in several):
             return True
-    counts = Counter(name for parts in several for name in {k for one in parts for k in mapping(one.get("properties"))})
+    counts = Counter(
+        name for parts in several for name in {k for one in parts for k in as_mapping(one.get("properties"))}
+    )
     without = [parts for parts, required in zip(several, keys, strict=True) if all(counts[k] != 1 for k in required)]
     may_grow = any(one.get("additionalProperties") not in (None, False) for parts in several for one in parts)
     forbids = all(any(one.get("additionalProperties") is False for one in parts) for parts in without)
@@ -64,7 +66,7 @@ def _tell_apart(several: list[Parts]) -> bool:
 
 
 def _property(parts: Parts, name: str) -> Parts:
-    return [mapping(mapping(one.get("properties")).get(name)) for one in parts]
+    return [as_mapping(as_mapping(one.get("properties")).get(name)) for one in parts]
 
 
 def _constants(parts: Parts) -> list[Any]:

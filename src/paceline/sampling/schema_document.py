@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-_MOST = 100_000
+_MAX_STEPS = 100_000
 """Maximum number of rewriting steps. A step takes about 10 microseconds."""
 
 
@@ -20,7 +20,7 @@ class SchemaDocument:
     def count(self, steps: int) -> None:
         """Count rewriting steps. Raise `ValueError` if the schema needs too many."""
         self._steps += 1 + steps
-        if self._steps > _MOST:
+        if self._steps > _MAX_STEPS:
             raise ValueError("it is too large")
 
     def target(self, reference: Any) -> Any:
@@ -39,7 +39,7 @@ class SchemaDocument:
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 break
             schema = self.target(schema["$ref"])
-        return mapping(schema)
+        return as_mapping(schema)
 
     def values(self, schema: Any) -> list[Any]:
         """Return all values that a schema allows. The list is empty if the schema does not enumerate them."""
@@ -59,10 +59,10 @@ class SchemaDocument:
             if not isinstance(one, Mapping) or id(one) in seen:
                 continue
             seen.add(id(one))
-            self.count(len(mapping(one.get("properties"))) + len(listed(one.get("required"))))
+            self.count(len(as_mapping(one.get("properties"))) + len(as_list(one.get("required"))))
             yield one
             within = [
-                one[key] for key in ("oneOf", "anyOf", "allOf") if listed(one.get(key)) and one[key] is not without
+                one[key] for key in ("oneOf", "anyOf", "allOf") if as_list(one.get(key)) and one[key] is not without
             ]
             waiting += [branch for branches in within for branch in reversed(branches)]
             if "$ref" in one:
@@ -71,14 +71,14 @@ class SchemaDocument:
 
 def named_values(schema: Mapping[str, Any]) -> list[Any]:
     """Return the values that a schema names with `const` or `enum`."""
-    return [schema["const"]] if "const" in schema else listed(schema.get("enum"))
+    return [schema["const"]] if "const" in schema else as_list(schema.get("enum"))
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Return a value if it is a list, and an empty list otherwise. Clients may send anything."""
     return value if isinstance(value, list) else []
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return a value if it is an object, and an empty object otherwise."""
     return value if isinstance(value, Mapping) else {}

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from paceline.sampling.prefix_states import PrefixStates
-from paceline.sampling.sampler import Forcing, Prefix
+from paceline.sampling.sampler import ForcingProcessor, Prefix
 from paceline.text.growing import overlap
 
 if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
-_PATIENCE = 8
+_MAX_EXTRA_TOKENS = 8
 """Maximum number of additional tokens to complete a character, or a marker that has begun."""
-_BEFORE = 32
+_SEARCHED_PROMPT_TOKENS = 32
 """Number of last prompt tokens that are searched for the marker before the reasoning."""
 
 
@@ -50,7 +50,7 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reasoned:
+class _ReasoningState:
     """The state of the reasoning after some tokens of the reply.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Reasoned:
     forced: int = 0
 
 
-class ThinkingLimit(Forcing):
+class ThinkingLimit(ForcingProcessor):
     """A processor that allows only the end of the reasoning when the budget is spent. It depends only on the tokens of
     a prefix.
 
@@ -83,7 +83,7 @@ class ThinkingLimit(Forcing):
         """
         self._budget, self._forced, self._spell = budget, forced, spell
         self._start, self._end = budget.start.encode(), budget.end.encode()
-        self._states = PrefixStates(self._begin, self._after)
+        self._states = PrefixStates(self._first_state, self._next_state)
 
     def __call__(self, prefix: Prefix, logits: Tensor) -> Tensor:
         if must := self.forced(prefix, 1):
@@ -94,40 +94,40 @@ class ThinkingLimit(Forcing):
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
         """Return up to `limit` tokens of the end that must follow. The list is empty while the budget is not spent."""
         progress = self._states.at(prefix)
-        return [*self._forced[progress.forced :][:limit]] if self._spent(progress) else []
+        return [*self._forced[progress.forced :][:limit]] if self._must_end(progress) else []
 
-    def _spent(self, progress: _Reasoned) -> bool:
+    def _must_end(self, progress: _ReasoningState) -> bool:
         if not progress.inside or progress.count < self._budget.tokens:
             return False
-        open_ = _unfinished(progress.tail) or overlap(progress.tail, self._end)
-        return progress.forced > 0 or not open_ or progress.count >= self._budget.tokens + _PATIENCE
+        is_incomplete = _ends_inside_character(progress.tail) or overlap(progress.tail, self._end)
+        return progress.forced > 0 or not is_incomplete or progress.count >= self._budget.tokens + _MAX_EXTRA_TOKENS
 
-    def _begin(self, prefix: Prefix) -> tuple[_Reasoned, int]:
+    def _first_state(self, prefix: Prefix) -> tuple[_ReasoningState, int]:
         """Return the state at the end of the prompt, and the prompt's length."""
-        prompt = prefix.token_ids[: prefix.num_prompt_tokens][-_BEFORE:]
+        prompt = prefix.token_ids[: prefix.num_prompt_tokens][-_SEARCHED_PROMPT_TOKENS:]
         text = b"".join(map(self._spell, prompt)).rstrip()
-        return _Reasoned(True if text.endswith(self._start.rstrip()) else None), prefix.num_prompt_tokens
+        return _ReasoningState(True if text.endswith(self._start.rstrip()) else None), prefix.num_prompt_tokens
 
-    def _after(self, progress: _Reasoned, token: int) -> _Reasoned:
+    def _next_state(self, progress: _ReasoningState, token: int) -> _ReasoningState:
         """Return the state after another token."""
         if progress.inside is False:
             return progress
-        if self._spent(progress):
+        if self._must_end(progress):
             over = progress.forced + 1 == len(self._forced)
-            return _Reasoned(False) if over else replace(progress, forced=progress.forced + 1)
+            return _ReasoningState(False) if over else replace(progress, forced=progress.forced + 1)
         text = progress.tail + self._spell(token)
         if progress.inside is None:
             text = text.lstrip()
             if not text.startswith(self._start):
-                return _Reasoned(None if self._start.startswith(text) else False, text)
-            text, progress = text.removeprefix(self._start), _Reasoned(True, count=-1)
+                return _ReasoningState(None if self._start.startswith(text) else False, text)
+            text, progress = text.removeprefix(self._start), _ReasoningState(True, count=-1)
         if self._end in text:
-            return _Reasoned(False)
+            return _ReasoningState(False)
         # A character has at most three bytes after its first byte.
-        return _Reasoned(True, text[-max(3, len(self._end)) :], progress.count + 1)
+        return _ReasoningState(True, text[-max(3, len(self._end)) :], progress.count + 1)
 
 
-def _unfinished(text: bytes) -> bool:
+def _ends_inside_character(text: bytes) -> bool:
     """Return True if a text ends inside a UTF-8 character."""
     for size, byte in enumerate(reversed(text[-3:]), 1):
         if byte >= 0xC0:

@@ -17,14 +17,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.floating]
 Ids = npt.NDArray[np.int64]
 
-_ALL = -float(np.finfo(np.float32).max)
+_LOWEST_FINITE = -float(np.finfo(np.float32).max)
 """A threshold that every finite score reaches."""
 
-_FEW = 256
-"""Up to this number of columns, all columns are sorted."""
+_MAX_SORTED = 256
+"""Maximum number of columns that are sorted."""
 
 
-def survivors(
+def truncate(
     scores: Floats,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -57,12 +57,12 @@ def survivors(
         if not wanted:
             continue
         keys, low = cut(scores)
-        kept = np.flatnonzero(keys >= max(low, _ALL))
+        kept = np.flatnonzero(keys >= max(low, _LOWEST_FINITE))
         scores, tokens = scores[kept], kept if tokens is None else tokens[kept]
     return tokens, scores
 
 
-def without_top(scores: Floats, threshold: float) -> Ids | None:
+def exclude_top_choices(scores: Floats, threshold: float) -> Ids | None:
     """Apply XTC ("exclude top choices"): drop all tokens with a probability >= `threshold` except the least likely one.
 
     A threshold above 0.5 drops no tokens, because two tokens cannot both reach it. Source: text-generation-webui, pull
@@ -73,7 +73,7 @@ def without_top(scores: Floats, threshold: float) -> Ids | None:
     """
     if threshold > 0.5:
         return None
-    weights = _weights(scores)
+    weights = _unnormalised_probs(scores)
     likely = (weights >= threshold * weights.sum()) & (scores > -np.inf)
     if np.count_nonzero(likely) < 2:
         return None
@@ -82,16 +82,16 @@ def without_top(scores: Floats, threshold: float) -> Ids | None:
 
 def _top_n_sigma(scores: Floats, n: float) -> tuple[Floats, float]:
     """Keep tokens within n standard deviations of the highest logit (Tang et al., arXiv 2411.07641)."""
-    return scores, float(scores.max()) - n * float(scores[finite(scores)].std(dtype=np.float64))
+    return scores, float(scores.max()) - n * float(scores[finite_columns(scores)].std(dtype=np.float64))
 
 
 def _top_k(scores: Floats, k: int) -> tuple[Floats, float]:
-    near = scores[highest(scores, k)]
-    return scores, float(np.partition(near, len(near) - k)[len(near) - k]) if len(near) >= k else _ALL
+    near = scores[highest_columns(scores, k)]
+    return scores, float(np.partition(near, len(near) - k)[len(near) - k]) if len(near) >= k else _LOWEST_FINITE
 
 
 def _top_p(scores: Floats, p: float) -> tuple[Floats, float]:
-    return scores, _reach(scores, _weights(scores), p)
+    return scores, _mass_threshold(scores, _unnormalised_probs(scores), p)
 
 
 def _min_p(scores: Floats, p: float) -> tuple[Floats, float]:
@@ -100,27 +100,27 @@ def _min_p(scores: Floats, p: float) -> tuple[Floats, float]:
 
 def _typical(scores: Floats, p: float) -> tuple[Floats, float]:
     """Keep the tokens whose surprise is nearest to the row's entropy (Meister et al., arXiv 2202.00666)."""
-    weights = _weights(scores)
+    weights = _unnormalised_probs(scores)
     total = weights.sum()
     logp = scores.astype(np.float64) - (float(scores.max()) + math.log(total))
     likely = weights > 0.0
     entropy = -float((weights[likely] * logp[likely]).sum() / total)
     keys = -np.abs(logp + entropy)
-    return keys, _reach(keys, weights, p)
+    return keys, _mass_threshold(keys, weights, p)
 
 
-def _weights(scores: Floats) -> npt.NDArray[np.float64]:
+def _unnormalised_probs(scores: Floats) -> npt.NDArray[np.float64]:
     return np.exp(scores.astype(np.float64) - float(scores.max()))
 
 
-def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
+def _mass_threshold(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
     """Return the key at which the tokens reach the share `p` of the total weight, beginning with the highest key."""
     wanted, before = p * weights.sum(), 0.0
-    for near in widening(keys):
+    for near in columns_by_margin(keys):
         if weights[near].sum() >= wanted:
             break
     keys, weights = keys[near], weights[near]
-    if len(keys) > _FEW:
+    if len(keys) > _MAX_SORTED:
         # Without sorting, find the bin (a sixteenth of a nat) that contains the threshold.
         bins = np.minimum((keys.max() - keys) * 16.0, 2048.0).astype(np.intp)
         sums = np.bincount(bins, weights).cumsum()
@@ -133,26 +133,26 @@ def _reach(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
     return float(keys[order[min(reached, len(order) - 1)]])
 
 
-def highest(keys: Floats, count: int) -> Ids:
+def highest_columns(keys: Floats, count: int) -> Ids:
     """Return columns, in ascending order, that include the `count` highest keys and usually few others.
 
     There are fewer columns if fewer keys are finite.
     """
-    for found in widening(keys):
+    for found in columns_by_margin(keys):
         if len(found) >= count:
             break
     return found
 
 
-def widening(keys: Floats) -> Iterator[Ids]:
+def columns_by_margin(keys: Floats) -> Iterator[Ids]:
     """Yield the columns within a growing margin of the highest key, in ascending order, and finally all finite
     columns."""
     top = keys.max()
     for margin in (4.0, 8.0, 16.0, 32.0):
         yield np.flatnonzero(keys >= top - keys.dtype.type(margin))
-    yield finite(keys)
+    yield finite_columns(keys)
 
 
-def finite(keys: Floats) -> Ids:
+def finite_columns(keys: Floats) -> Ids:
     """Return the columns that are not -inf, in ascending order."""
     return np.flatnonzero(keys > -np.inf)

@@ -23,9 +23,9 @@ from paceline.server.replies import Usage
 from paceline.server.tracing import Tracer
 from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
 
-_SHOWN = 40
+_MAX_LOGGED_CHARACTERS = 40
 """Characters of a text in the log."""
-_PROGRESS = 0.5
+_PROGRESS_SECONDS = 0.5
 """Minimum seconds between two events that report how much of a prompt has been read."""
 
 
@@ -103,7 +103,7 @@ class RunningRequest:
                 if round_.chunks:
                     self._count(handle, round_)
                     yield round_
-                if round_.over:
+                if round_.is_last:
                     running -= 1
                     if not handle.job.sampling.max_new_tokens and not handle.error:
                         handle.engine_reason = "length"  # without a token, no round reported the reason
@@ -140,7 +140,7 @@ class RunningRequest:
         ask for the progress of a prompt get it more often.
         """
         encode = encoder.encode
-        pause = min(heartbeat, _PROGRESS) if encoder.shows_progress else heartbeat
+        pause = min(heartbeat, _PROGRESS_SECONDS) if encoder.shows_progress else heartbeat
         try:
             for event in encoder.begin(self.usage()):
                 yield encode(event)
@@ -168,7 +168,7 @@ class RunningRequest:
         async with aclosing(self.rounds(pause)) as rounds:
             async for round_ in rounds:
                 yield encoder.add(round_) if round_ else ()
-                if encoder.over:
+                if encoder.is_complete:
                     self.stop()
                     return
 
@@ -191,7 +191,9 @@ class RunningRequest:
         line = f"prompt diverged at token {diverged.at:,} of {diverged.length:,} of an earlier text, {cached:,} reused"
         if not self.logs_texts:
             return line
-        ours, theirs = (self.model.llm.tokenizer.decode(one)[:_SHOWN] for one in (diverged.ours, diverged.theirs))
+        ours, theirs = (
+            self.model.llm.tokenizer.decode(one)[:_MAX_LOGGED_CHARACTERS] for one in (diverged.ours, diverged.theirs)
+        )
         return f"{line}: {ours!r} instead of {theirs!r}"
 
     def usage(self) -> Usage:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from paceline.server.errors import ApiError, ContextExceeded
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
-from paceline.server.prepare import Prepared, prepare
+from paceline.server.prepare import PreparedRequest, prepare
 from paceline.server.preprocessing import PoolName
 from paceline.server.replies import ChatReply, Usage
 from paceline.server.request import GenerateRequest
@@ -35,13 +35,13 @@ class Encoder(ABC):
     Attributes:
         media_type: The media type of streams.
         last: The bytes that end a complete stream.
-        over: True if no further text will be shown, so that the replies can be cancelled.
+        is_complete: True if no further text will be shown, so that the replies can be cancelled.
         shows_progress: True if the client asked for the progress of its prompt.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
     last: ClassVar[bytes] = b""
-    over: bool = False
+    is_complete: bool = False
     shows_progress: bool = False
 
     def begin(self, usage: Usage) -> Sequence[Event]:
@@ -108,7 +108,7 @@ class Api(ABC, Generic[Body]):
         """Return the request, None if there is nothing to generate. Runs in a thread. Raises `ApiError`."""
 
     @abstractmethod
-    def encoder(self, body: Body, prepared: Prepared) -> Encoder:
+    def encoder(self, body: Body, prepared: PreparedRequest) -> Encoder:
         """Return the encoder of an answer, which must not keep the body. Runs in a thread."""
 
     def pool(self, body: Body, by_size: PoolName) -> PoolName:
@@ -125,7 +125,7 @@ class Api(ABC, Generic[Body]):
         """Return the answer to a request that only unloads the model. None for any other request."""
         return None
 
-    def overflown(self, body: Body, prepared: Prepared, error: ContextExceeded) -> Encoder:
+    def overflown(self, body: Body, prepared: PreparedRequest, error: ContextExceeded) -> Encoder:
         """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
         raise error
 
@@ -137,7 +137,7 @@ class Api(ABC, Generic[Body]):
         try:
             prepared = prepare(model, settings, request, answer_id)
         except ContextExceeded as error:
-            return [], self.overflown(body, Prepared(answer_id, model, [], [ChatReply()]), error)
+            return [], self.overflown(body, PreparedRequest(answer_id, model, [], [ChatReply()]), error)
         encoder = self.encoder(body, prepared)  # it may replace jobs
         return prepared.jobs, encoder
 

@@ -17,21 +17,21 @@ from starlette.datastructures import Headers
 
 from paceline.server.errors import ApiError, bad_request, invalid_body, retry_later
 from paceline.server.limits import Settings
-from paceline.server.preprocessing import LONG, PoolName, Preprocessor, client_of
+from paceline.server.preprocessing import MIN_LONG_BODY, PoolName, Preprocessor, client_id
 from paceline.server.schema import NamedBody
 
 _MAX_DEPTH = 100
 """Levels of nested lists and objects; real chats and JSON schemas have about ten."""
 _MAX_VALUES = 200_000
 """Strings, lists and objects in one body. Numbers are not limited: a prompt may be a list of token ids."""
-_ARRIVAL = 10.0
-"""Seconds within which a body must arrive, plus one second for each `_RATE` bytes that have arrived."""
-_RATE = 100_000
-_HEAVY = 1 << 20
+_ARRIVAL_SECONDS = 10.0
+"""Seconds within which a body must arrive, plus one second for each `_MIN_RATE` bytes that have arrived."""
+_MIN_RATE = 100_000
+_MIN_COUNTED_BYTES = 1 << 20
 """Minimum bytes of memory at which a parsed body counts, even if it was sent in fewer bytes."""
 _VALUE_BYTES, _NUMBER_BYTES = 100, 32
 """Approximate memory of one value."""
-_LARGEST = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
+_MAX_NUMBERS = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -83,12 +83,12 @@ class BodyReader:
         """
         _check_type(request.headers)
         async with self.receive(request) as (data, held):
-            pool: PoolName = "long" if len(data) > LONG else "short"
+            pool: PoolName = "long" if len(data) > MIN_LONG_BODY else "short"
             work = partial(self._parsed, data, kind, more or {})
-            run = partial(self._preprocessor.run, "parse", client_of(request))
+            run = partial(self._preprocessor.run, "parse", client_id(request))
             body, memory = work() if pool == "short" else await run(work)
             del data, work  # no longer needed while the request is prepared
-            if memory > _HEAVY:
+            if memory > _MIN_COUNTED_BYTES:
                 self._count(held, memory)
             yield body, pool
 
@@ -110,19 +110,19 @@ class BodyReader:
         if declared.isdecimal() and len(declared) < 20 and int(declared) > most:
             raise self._too_long()
         data = bytearray()
-        with anyio.CancelScope(deadline=anyio.current_time() + _ARRIVAL) as arrival:
+        with anyio.CancelScope(deadline=anyio.current_time() + _ARRIVAL_SECONDS) as arrival:
             held.arrival = arrival
             async for part in request.stream():
                 data += part
                 if len(data) > most:
                     raise self._too_long()
-                arrival.deadline += len(part) / _RATE
+                arrival.deadline += len(part) / _MIN_RATE
                 self._count(held, len(data))
         held.arrival = None
         if held.dropped:
             raise _too_many_bytes()
         if arrival.cancelled_caught:
-            limit = f"{_ARRIVAL:g} seconds, plus one for each {_RATE // 1000} kB"
+            limit = f"{_ARRIVAL_SECONDS:g} seconds, plus one for each {_MIN_RATE // 1000} kB"
             raise ApiError(408, f"the body arrived too slowly. It must arrive within {limit}", code="timeout")
         return bytes(data)
 
@@ -146,7 +146,7 @@ class BodyReader:
         If the total is exceeded, the bodies that have been arriving longest are dropped, because they are likely to be
         stalled. Raises `ApiError` 503 if none is arriving.
         """
-        if size <= LONG:
+        if size <= MIN_LONG_BODY:
             return
         held.size = size
         others = [other for other in self._held if other.size and other is not held]
@@ -266,7 +266,11 @@ def _checked(values: list[Any], in_call: bool = False) -> tuple[list[Any], list[
             _check_text(value)
         else:
             numbers += 1
-            if value is not None and abs(value) > _LARGEST[type(value)] and not (in_call and isinstance(value, int)):
+            if (
+                value is not None
+                and abs(value) > _MAX_NUMBERS[type(value)]
+                and not (in_call and isinstance(value, int))
+            ):
                 raise bad_request("the body contains a number too large for 64 bits")
     return found, arguments, numbers
 

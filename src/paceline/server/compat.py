@@ -32,7 +32,7 @@ LOG = logging.getLogger("paceline.server")
 
 M = TypeVar("M", bound=BaseModel)
 
-_MOST_NAMES = 1000
+_MAX_NAMES = 1000
 _named: set[str] = set()
 """Parameters that the log has named."""
 
@@ -65,12 +65,12 @@ class Rule:
         return kind, Field(None, description=about, **more)
 
 
-def ignored(names: str, why: str) -> Rule:
+def ignored_parameters(names: str, why: str) -> Rule:
     """Return the rule of parameters that are accepted at any value."""
     return Rule(tuple(names.split()), why)
 
 
-def only(values: tuple[Any, ...], names: str, why: str) -> Rule:
+def accepted_values(values: tuple[Any, ...], names: str, why: str) -> Rule:
     """Return the rule of parameters that are accepted at these values, or null."""
     return Rule(tuple(names.split()), why, values)
 
@@ -82,7 +82,7 @@ def _ignore(name: str, why: str, value: Any) -> None:
 
 def name_once(name: str, why: str) -> None:
     """Log that a parameter is ignored, unless the log already says so."""
-    if name not in _named and len(_named) < _MOST_NAMES:
+    if name not in _named and len(_named) < _MAX_NAMES:
         _named.add(name)
         LOG.info("parameter ignored, here and in later requests: %s (%s)", ascii(name[:100])[1:-1], why)
 
@@ -163,7 +163,7 @@ class OllamaObject(Lenient):
         return known
 
 
-def by_type(*types: str, default: str | None = None) -> Discriminator:
+def type_discriminator(*types: str, default: str | None = None) -> Discriminator:
     """Return the discriminator of a union whose members are tagged with their `type`, or "other".
 
     Args:
@@ -185,12 +185,12 @@ class PlainAnswer(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def left_out(kind: str) -> str:
+def placeholder_for(kind: str) -> str:
     """Return the note that stands for content of a kind that is not text."""
     return f"[{kind} left out: this model cannot read it]"
 
 
-def text_or_nothing(value: Any) -> str:
+def text_or_empty(value: Any) -> str:
     """Return a text; "" for any other value."""
     return value if isinstance(value, str) else ""
 
@@ -209,7 +209,7 @@ def part_as_text(part: Any, textual: Collection[str], refused_as: str, image: st
         return {"type": refused_as, "text": part.get("refusal")}
     if not isinstance(kind, str) or kind in textual:
         return part
-    return {**(part if kind == image else {}), "type": kind, "text": left_out(kind)}
+    return {**(part if kind == image else {}), "type": kind, "text": placeholder_for(kind)}
 
 
 def accepts(*rules: Rule) -> Callable[[type[M]], type[M]]:
@@ -230,95 +230,101 @@ _OFF = "settings of samplers that are off"
 _MORE = "the answer has no such part"
 _MACHINES = "for servers that run on several machines"
 
-BUDGETS = "thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"
+REASONING_BUDGETS = (
+    "thinking_token_budget thinking_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"
+)
 """Names of the limit on reasoning in chats, on various servers."""
-RAW = ignored(BUDGETS, "a prompt without a chat has no reasoning to limit")
+NO_REASONING = ignored_parameters(REASONING_BUDGETS, "a prompt without a chat has no reasoning to limit")
 
 
 @accepts(
-    ignored(
+    ignored_parameters(
         "cache_prompt n_cache_reuse id_slot session_id session_params extra_key",
         "prompts are always cached, which changes no text",
     ),
-    ignored("cache_salt", "all clients share one prefix cache, which changes no text"),
-    ignored("n_keep n_discard truncation_side", "a full context ends the reply, and no tokens are discarded"),
-    ignored("keep_alive ttl", "the server's own option decides how long a model stays loaded"),
-    ignored(
+    ignored_parameters("cache_salt", "all clients share one prefix cache, which changes no text"),
+    ignored_parameters(
+        "n_keep n_discard truncation_side", "a full context ends the reply, and no tokens are discarded"
+    ),
+    ignored_parameters("keep_alive ttl", "the server's own option decides how long a model stays loaded"),
+    ignored_parameters(
         "draft_model ngram_corpus_id speculative.n_max speculative.n_min speculative.p_min speculative.type "
         "speculative.ngram_size_n speculative.ngram_size_m speculative.ngram_min_hits",
         "drafters change no text; `speculation` selects one",
     ),
-    ignored(
+    ignored_parameters(
         "timings_per_token sse_ping_interval stream_interval stream_reasoning verbose",
         "streams send each round as it comes, and every answer contains statistics",
     ),
-    ignored("request_id rid custom_labels", "the header X-Request-Id names a request"),
-    ignored("priority", "clients take turns"),
-    ignored("samplers", "samplers are applied in one order"),
-    ignored(
+    ignored_parameters("request_id rid custom_labels", "the header X-Request-Id names a request"),
+    ignored_parameters("priority", "clients take turns"),
+    ignored_parameters("samplers", "samplers are applied in one order"),
+    ignored_parameters(
         "mirostat_tau mirostat_eta dynatemp_exponent adaptive_decay",
         _OFF,
     ),
-    ignored(
+    ignored_parameters(
         "guided_decoding_backend guided_whitespace_pattern",
         "there is only one grammar compiler, and JSON is written on one line",
     ),
-    ignored(
+    ignored_parameters(
         "backend_sampling chat_format chat_parser generation_prompt grammar_type preserved_tokens reasoning_control",
         "internal to llama.cpp's server",
     ),
-    ignored(
+    ignored_parameters(
         "reasoning_budget_start_tag reasoning_budget_end_tag reasoning_budget_end_tags",
         "the chat template determines how reasoning ends",
     ),
-    ignored(
+    ignored_parameters(
         "bootstrap_host bootstrap_port bootstrap_room data_parallel_rank disagg_prefill_dp_rank routed_dp_rank "
         "routed_experts_prompt_start routed_experts_start_len kv_transfer_params ec_transfer_params",
         _MACHINES,
     ),
-    ignored("media_io_kwargs use_audio_in_video", "no model here reads audio or video"),
-    ignored("return_mm_kwargs", _MORE),
-    ignored("vllm_xargs custom_params return_token_offsets", "for extensions and endpoints that do not exist here"),
-    ignored("options", "an Ollama parameter, which Ollama also ignores outside its own API"),
-    ignored("provider route transforms usage", "for OpenRouter, which forwards requests to providers"),
-    only(("",), "reasoning_budget_message", "reasoning ends without a message"),
-    only((0,), "mirostat dynatemp_range", "this sampler is not implemented"),
-    only((-1,), "adaptive_target", "this sampler is not implemented"),
-    only((1,), "tfs_z", "this sampler is not implemented"),
-    only((0, 1), "min_keep", "truncation keeps at least one token, and no other minimum is supported"),
-    only((True,), "penalize_nl", "penalties apply to all tokens"),
-    only((False,), "use_beam_search early_stopping", "beam search is not implemented"),
-    only((1,), "length_penalty", "beam search is not implemented"),
-    only((1,), "n_cmpl", "`n` is the number of replies"),
-    only((0,), "n_probs", "`logprobs` asks for probabilities"),
-    only((0,), "n_indent", "only /infill has it"),
-    only((0, -1), "t_max_predict_ms", "`timeout` limits the time"),
-    only((-1,), "truncate_prompt_tokens", "a prompt that is too long is refused"),
-    only((True,), "skip_special_tokens spaces_between_special_tokens", "replies have no special tokens"),
-    only((False,), "include_stop_str_in_output no_stop_trim", "replies end before a stop string"),
-    only((True,), "separate_reasoning", "`reasoning_format` controls this"),
-    only(
+    ignored_parameters("media_io_kwargs use_audio_in_video", "no model here reads audio or video"),
+    ignored_parameters("return_mm_kwargs", _MORE),
+    ignored_parameters(
+        "vllm_xargs custom_params return_token_offsets", "for extensions and endpoints that do not exist here"
+    ),
+    ignored_parameters("options", "an Ollama parameter, which Ollama also ignores outside its own API"),
+    ignored_parameters("provider route transforms usage", "for OpenRouter, which forwards requests to providers"),
+    accepted_values(("",), "reasoning_budget_message", "reasoning ends without a message"),
+    accepted_values((0,), "mirostat dynatemp_range", "this sampler is not implemented"),
+    accepted_values((-1,), "adaptive_target", "this sampler is not implemented"),
+    accepted_values((1,), "tfs_z", "this sampler is not implemented"),
+    accepted_values((0, 1), "min_keep", "truncation keeps at least one token, and no other minimum is supported"),
+    accepted_values((True,), "penalize_nl", "penalties apply to all tokens"),
+    accepted_values((False,), "use_beam_search early_stopping", "beam search is not implemented"),
+    accepted_values((1,), "length_penalty", "beam search is not implemented"),
+    accepted_values((1,), "n_cmpl", "`n` is the number of replies"),
+    accepted_values((0,), "n_probs", "`logprobs` asks for probabilities"),
+    accepted_values((0,), "n_indent", "only /infill has it"),
+    accepted_values((0, -1), "t_max_predict_ms", "`timeout` limits the time"),
+    accepted_values((-1,), "truncate_prompt_tokens", "a prompt that is too long is refused"),
+    accepted_values((True,), "skip_special_tokens spaces_between_special_tokens", "replies have no special tokens"),
+    accepted_values((False,), "include_stop_str_in_output no_stop_trim", "replies end before a stop string"),
+    accepted_values((True,), "separate_reasoning", "`reasoning_format` controls this"),
+    accepted_values(
         (False,),
         "return_token_ids return_tokens return_tokens_as_token_ids post_sampling_probs return_prompt_text "
         "return_prompt_token_ids return_hidden_states return_routed_experts return_cached_tokens_details "
         "return_meta_info _debug_render_only",
         _MORE,
     ),
-    only((), "prompt_logprobs logprob_token_ids", _MORE),
-    only((False,), "grammar_lazy", "a grammar applies from the first token of the answer"),
-    only(([],), "grammar_triggers", "a grammar applies from the first token of the answer"),
-    only((False,), "watermarking", "replies have no watermark"),
-    only(([],), "allowed_token_ids bad_words", "`logit_bias` bans tokens"),
-    only(([],), "logits_processors", "requests must not contain code"),
-    only((), "custom_logit_processor", "requests must not contain code"),
-    only(([],), "lora", "`model` selects an adapter"),
-    only((), "lora_path", "`model` selects an adapter"),
-    only(([],), "plugins", "for OpenRouter, and would change the answer"),
-    only(({},), "mm_processor_kwargs images_config", "images are read with the model's own settings"),
-    only((), "max_dynamic_patch min_dynamic_patch", "images are read with the model's own settings"),
-    only((), "stop_regex", "`stop` takes texts"),
-    only((), "repetition_detection", "`no_repeat_ngram_size` and penalties avoid repetition"),
-    only((), "structural_tag", "`tools` and `response_format` use the model's own format"),
+    accepted_values((), "prompt_logprobs logprob_token_ids", _MORE),
+    accepted_values((False,), "grammar_lazy", "a grammar applies from the first token of the answer"),
+    accepted_values(([],), "grammar_triggers", "a grammar applies from the first token of the answer"),
+    accepted_values((False,), "watermarking", "replies have no watermark"),
+    accepted_values(([],), "allowed_token_ids bad_words", "`logit_bias` bans tokens"),
+    accepted_values(([],), "logits_processors", "requests must not contain code"),
+    accepted_values((), "custom_logit_processor", "requests must not contain code"),
+    accepted_values(([],), "lora", "`model` selects an adapter"),
+    accepted_values((), "lora_path", "`model` selects an adapter"),
+    accepted_values(([],), "plugins", "for OpenRouter, and would change the answer"),
+    accepted_values(({},), "mm_processor_kwargs images_config", "images are read with the model's own settings"),
+    accepted_values((), "max_dynamic_patch min_dynamic_patch", "images are read with the model's own settings"),
+    accepted_values((), "stop_regex", "`stop` takes texts"),
+    accepted_values((), "repetition_detection", "`no_repeat_ngram_size` and penalties avoid repetition"),
+    accepted_values((), "structural_tag", "`tools` and `response_format` use the model's own format"),
 )
 class OtherServers(Strict):
     """Parameters of other servers that requests for text accept without effect."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from paceline.errors import InvalidOption, PacelineError
 from paceline.llm import LLM
-from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, live_bytes, refused, spelled
-from paceline.sampling.json_schema import guide
-from paceline.sampling.lark import json_of, quoted
+from paceline.sampling.grammar import Cache, Grammar, Kind, check_installed, grammar_error, live_bytes, token_texts
+from paceline.sampling.json_schema import with_leniency
+from paceline.sampling.lark import json_expression, quoted_text
 from paceline.server.errors import bad_request
 from paceline.server.worker import Busy
 from paceline.text.sandbox import SANDBOX, JobFailed, OverLimit, Unfinished
@@ -21,9 +21,9 @@ Constraint = tuple[Kind, Any]
 """The kind of a grammar and its content."""
 
 ANY_OBJECT = {"type": "object"}
-_SECONDS, _MEMORY = 2.0, 128 * 2**20
+_MAX_SECONDS, _MAX_BYTES = 2.0, 128 * 2**20
 """Limits for reading or compiling a grammar: processor time and bytes."""
-_MAX_LIVE = 2**30
+_MAX_COMPILED_BYTES = 2**30
 """Bytes of all compiled grammars, including the grammars of running replies."""
 _MAX_RESULTS = 1024
 
@@ -40,7 +40,7 @@ def of_schema(param: str, schema: Any) -> Constraint | None:
             raise bad_request(f"{param} must be a JSON schema, got text that is not JSON", param) from None
         if not isinstance(schema, dict):
             raise bad_request(f"{param} must be a JSON schema, got {type(schema).__name__}", param)
-    return None if schema is None else ("json_schema", guide(schema, lenient=False))
+    return None if schema is None else ("json_schema", with_leniency(schema, lenient=False))
 
 
 def of_regex(_: str, expression: str | None) -> Constraint | None:
@@ -50,7 +50,7 @@ def of_regex(_: str, expression: str | None) -> Constraint | None:
 
 def of_texts(_: str, texts: list[str] | None) -> Constraint | None:
     """Return the constraint that a reply is one of several texts."""
-    return None if texts is None else ("lark", f"start: {' | '.join(map(quoted, texts))}")
+    return None if texts is None else ("lark", f"start: {' | '.join(map(quoted_text, texts))}")
 
 
 def of_grammar(param: str, text: str | None) -> Constraint | None:
@@ -62,9 +62,9 @@ def of_grammar(param: str, text: str | None) -> Constraint | None:
         return ("lark", text) if text else None
     check_installed()
     try:
-        return "lark", str(SANDBOX.run("paceline.sampling.gbnf:to_lark", text, _SECONDS, _MEMORY))
+        return "lark", str(SANDBOX.run("paceline.sampling.gbnf:to_lark", text, _MAX_SECONDS, _MAX_BYTES))
     except (JobFailed, OverLimit) as error:
-        reason = f"{error}" or f"reading it takes more than {_SECONDS:g} s or {_MEMORY >> 20} MiB"
+        reason = f"{error}" or f"reading it takes more than {_MAX_SECONDS:g} s or {_MAX_BYTES >> 20} MiB"
         raise bad_request(f"{param} is not a valid GBNF grammar: {reason}", param) from error
     except Unfinished:
         raise Busy("the machine is too busy to read a new grammar") from None
@@ -122,7 +122,7 @@ def grammar(
 def _as_lark(kind: Kind, content: Any) -> str:
     """Return a constraint as an expression of a Lark grammar."""
     if kind == "json_schema":
-        return json_of(content)
+        return json_expression(content)
     if kind == "lark":
         return f"%lark {{\n{content}\n}}"
     escaped = re.sub(
@@ -153,7 +153,7 @@ class GrammarTrials:
         result = self._results.get(digest, lambda: (self._compile(kind, text), 1))
         if isinstance(result, PacelineError):
             raise type(result)(result.cause, result.fix)
-        if live_bytes() + result > _MAX_LIVE:
+        if live_bytes() + result > _MAX_COMPILED_BYTES:
             raise Busy("grammars of other requests use all the memory for grammars")
         return result
 
@@ -168,12 +168,16 @@ class GrammarTrials:
             SANDBOX.prepare(
                 self._key,
                 "paceline.sampling.grammar_compile:prepare",
-                lambda: (self._key, *spelled(model.tokenizer, size, ends), sorted(ends)),
+                lambda: (self._key, *token_texts(model.tokenizer, size, ends), sorted(ends)),
             )
-            return int(SANDBOX.run("paceline.sampling.grammar_compile:measure", job, _SECONDS, _MEMORY, self._key))
+            return int(
+                SANDBOX.run("paceline.sampling.grammar_compile:measure", job, _MAX_SECONDS, _MAX_BYTES, self._key)
+            )
         except JobFailed as error:
-            return refused(kind, f"{error}")
+            return grammar_error(kind, f"{error}")
         except OverLimit:  # not cached: the fork may have been killed for another reason
-            raise refused(kind, f"compiling it takes more than {_SECONDS:g} s or {_MEMORY >> 20} MiB") from None
+            raise grammar_error(
+                kind, f"compiling it takes more than {_MAX_SECONDS:g} s or {_MAX_BYTES >> 20} MiB"
+            ) from None
         except Unfinished:
             raise Busy("the machine is too busy to compile a new grammar") from None

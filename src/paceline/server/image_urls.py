@@ -21,15 +21,15 @@ from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from paceline.errors import InvalidPrompt
 
-SECONDS = 10.0
+TOTAL_SECONDS = 10.0
 """Seconds for all images of a request, including redirects."""
-_REDIRECTS = 3
-_CHUNK = 1 << 16
-_WILD = frozenset("*?[")
+_MAX_REDIRECTS = 3
+_CHUNK_BYTES = 1 << 16
+_WILDCARDS = frozenset("*?[")
 """Characters of patterns. A pattern is never a literal name, although a domain may have a host called "*"."""
 
 
-def fetched(url: str, hosts: Sequence[str], limit: int, seconds: float = SECONDS) -> bytes:
+def fetch(url: str, hosts: Sequence[str], limit: int, seconds: float = TOTAL_SECONDS) -> bytes:
     """Return the bytes at a URL.
 
     Args:
@@ -46,7 +46,7 @@ def fetched(url: str, hosts: Sequence[str], limit: int, seconds: float = SECONDS
             "this server fetches no images from URLs", "Send a data URL, or start the server with --allow-image-urls"
         )
     deadline, base = time.monotonic() + seconds, ""
-    for _ in range(_REDIRECTS + 1):
+    for _ in range(_MAX_REDIRECTS + 1):
         try:
             base = urljoin(base, url)
             parts = urlsplit(base)
@@ -54,7 +54,7 @@ def fetched(url: str, hosts: Sequence[str], limit: int, seconds: float = SECONDS
             raise _malformed() from error
         connection = _connection(parts, hosts, deadline)
         try:
-            status, location, data = _asked(connection, parts, limit, deadline)
+            status, location, data = _request(connection, parts, limit, deadline)
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
                 raise _too_slow() from error
@@ -66,7 +66,7 @@ def fetched(url: str, hosts: Sequence[str], limit: int, seconds: float = SECONDS
         if status not in (301, 302, 303, 307, 308) or not location:
             raise InvalidPrompt(f"the host of the image answered with status {status}", "Send its data instead")
         url = location
-    raise InvalidPrompt(f"the image's URL redirects more than {_REDIRECTS} times", "Send its data instead")
+    raise InvalidPrompt(f"the image's URL redirects more than {_MAX_REDIRECTS} times", "Send its data instead")
 
 
 class _PinnedConnection(http.client.HTTPConnection):
@@ -94,9 +94,9 @@ def _connection(url: SplitResult, hosts: Sequence[str], deadline: float) -> _Pin
         raise InvalidPrompt(f"images from the host {host!r:.100} are not allowed", "Send the image's data instead")
     encrypted = url.scheme == "https"
     port = port or (443 if encrypted else 80)
-    literal = [pattern.lower() for pattern in hosts if not _WILD.intersection(pattern)]
+    literal = [pattern.lower() for pattern in hosts if not _WILDCARDS.intersection(pattern)]
     address = _address(host, port, private=host in literal)
-    return _PinnedConnection(host, port, address, encrypted, _left(deadline))
+    return _PinnedConnection(host, port, address, encrypted, _seconds_left(deadline))
 
 
 def _address(host: str, port: int, private: bool) -> str:
@@ -123,14 +123,14 @@ def _is_public(text: str) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def _asked(
+def _request(
     connection: _PinnedConnection, url: SplitResult, limit: int, deadline: float
 ) -> tuple[int, str | None, bytes]:
     """Return the status of an answer, the address that it redirects to, and its body."""
     target = quote((url.path or "/") + (f"?{url.query}" if url.query else ""), safe=string.printable)
     connection.connect()
     # A socket's timeout starts again with every byte, including the headers.
-    timer = threading.Timer(_left(deadline), _shut, [connection.sock])
+    timer = threading.Timer(_seconds_left(deadline), _shut_down, [connection.sock])
     timer.daemon = True
     timer.start()
     try:
@@ -139,23 +139,23 @@ def _asked(
         if answer.status != 200:
             return answer.status, answer.headers.get("location"), b""
         data = bytearray()
-        while part := answer.read1(_CHUNK):
+        while part := answer.read1(_CHUNK_BYTES):
             data += part
             if len(data) > limit:
                 raise InvalidPrompt(f"the image must not exceed {limit} bytes", "Scale it down")
-        _left(deadline)  # raise if the timer ended the data early
+        _seconds_left(deadline)  # raise if the timer ended the data early
         return answer.status, None, bytes(data)
     finally:
         timer.cancel()
 
 
-def _shut(opened: socket.socket) -> None:
+def _shut_down(opened: socket.socket) -> None:
     """Shut a socket down, so that no thread waits for it any longer."""
     with suppress(OSError):
         socket.socket.shutdown(opened, socket.SHUT_RDWR)  # TLS would wait for the other side
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     """Return the seconds until the deadline. Raise `InvalidPrompt` after it."""
     left = deadline - time.monotonic()
     if left <= 0:
@@ -169,5 +169,6 @@ def _malformed() -> InvalidPrompt:
 
 def _too_slow() -> InvalidPrompt:
     return InvalidPrompt(
-        f"the images of the request did not arrive within {SECONDS:g} seconds", "Send the data of the images instead"
+        f"the images of the request did not arrive within {TOTAL_SECONDS:g} seconds",
+        "Send the data of the images instead",
     )

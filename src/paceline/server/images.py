@@ -17,16 +17,16 @@ from paceline.text.sandbox import is_abandoned
 from paceline.vision.encoder import Vision
 from paceline.vision.picture import Picture, data_of_url, read_base64, read_picture
 
-_LOW = 512
+_LOW_DETAIL_SIDE = 512
 """Longest side, in pixels, of an image that is sent with the detail "low", as in OpenAI's API."""
 _MAX_PIXELS = 100_000_000
 """Maximum pixels of all images in a request. Each pixel takes three bytes."""
-_MAX_HELD = 1 << 30
+_MAX_HELD_BYTES = 1 << 30
 """Maximum bytes of encoded images that waiting and running requests hold when another request is prepared."""
-_DATA = re.compile(r"[A-Za-z0-9+/=_-]{1000,}")
+_IMAGE_DATA = re.compile(r"[A-Za-z0-9+/=_-]{1000,}")
 
 
-def seen(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
+def read_images(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
     """Return a chat with pictures in place of the images that were sent.
 
     If the model reads text only, the chat is returned as it is: notes stand for its images.
@@ -52,20 +52,22 @@ def seen(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
     return replace(prompt, messages=[_read(reader, message) for message in prompt.messages])
 
 
-def pictures_of(prompt: ChatPrompt) -> list[Picture]:
+def pictures_in(prompt: ChatPrompt) -> list[Picture]:
     """Return the pictures of a chat, in the order of its messages."""
     return [part for message in prompt.messages for part in message.parts if isinstance(part, Picture)]
 
 
 def check_memory(vision: Vision) -> None:
     """Raise `ApiError` 503 if the images of other requests take too much memory. Call it before any is encoded."""
-    if vision.held_bytes > _MAX_HELD:
+    if vision.held_bytes > _MAX_HELD_BYTES:
         raise retry_later(
-            503, f"the images of other requests take more than {_MAX_HELD >> 20} MiB. Try again later", "images_full"
+            503,
+            f"the images of other requests take more than {_MAX_HELD_BYTES >> 20} MiB. Try again later",
+            "images_full",
         )
 
 
-def check_wanted() -> None:
+def check_client_present() -> None:
     """Raise `Busy` if the client has left. Images take seconds, and a thread cannot be stopped in between."""
     if is_abandoned():
         raise Busy("the client has left")
@@ -73,7 +75,7 @@ def check_wanted() -> None:
 
 def without_images(text: str) -> str:
     """Return a body as text with the data of images left out, for the log."""
-    return _DATA.sub(lambda found: f"[{len(found[0])} characters]", text)
+    return _IMAGE_DATA.sub(lambda found: f"[{len(found[0])} characters]", text)
 
 
 def _read(reader: _ImageReader, message: ChatMessage) -> ChatMessage:
@@ -90,12 +92,12 @@ class _ImageReader:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._bytes = self._pixels = 0
-        self._seconds = image_urls.SECONDS
+        self._seconds = image_urls.TOTAL_SECONDS
         self._read: dict[tuple[str, bool], Picture] = {}
 
     def picture(self, part: SentImage) -> Picture:
         """Return an image as a picture. An image that is sent several times is read once."""
-        check_wanted()
+        check_client_present()
         key = part.source, part.low
         if key not in self._read:
             try:
@@ -110,9 +112,9 @@ class _ImageReader:
         start = part.source[:8].lower()
         if not part.source:
             raise InvalidPrompt("the image has no data", "Send a data URL: data:image/png;base64,...")
-        most = _LOW if part.low else None
+        most = _LOW_DETAIL_SIDE if part.low else None
         if start.startswith(("http://", "https://")):
-            found = read_picture(self._fetched(part.source), most)
+            found = read_picture(self._fetch(part.source), most)
         else:
             text = data_of_url(part.source) if start.startswith("data:") else part.source
             self._count(len(text) * 3 // 4)
@@ -125,10 +127,10 @@ class _ImageReader:
             )
         return found
 
-    def _fetched(self, url: str) -> bytes:
+    def _fetch(self, url: str) -> bytes:
         """Return the bytes at a URL, in the time that earlier images have left."""
         began, left = time.monotonic(), self._settings.max_image_bytes - self._bytes
-        data = image_urls.fetched(url, self._settings.image_hosts, left, self._seconds)
+        data = image_urls.fetch(url, self._settings.image_hosts, left, self._seconds)
         self._seconds -= time.monotonic() - began
         self._count(len(data))
         return data

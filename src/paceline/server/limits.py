@@ -18,7 +18,7 @@ from paceline.errors import InvalidOption
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, api_error, retry_later
 from paceline.server.worker import ServerStopping
 
-STALL = 30.0
+STALL_SECONDS = 30.0
 """Seconds without reading after which a client is disconnected."""
 
 
@@ -60,7 +60,7 @@ class Settings:
     max_choices: int = 64
     max_requests: int = 256
     timeout: float | None = None
-    stall: float = STALL
+    stall: float = STALL_SECONDS
     heartbeat: float = 10.0
     log_prompts: bool = False
     trace_endpoint: str | None = None
@@ -96,7 +96,7 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
         )
 
 
-def key_of(keys: Sequence[str], authorization: str) -> int:
+def key_index(keys: Sequence[str], authorization: str) -> int:
     """Return the number of the key that an accepted header holds; 0 for a server without keys."""
     return next((number for number, same in enumerate(_matches(keys, authorization)) if same), 0)
 

@@ -15,21 +15,21 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import InvalidOption
-from paceline.server.limits import STALL
+from paceline.server.limits import STALL_SECONDS
 from paceline.server.models import Models
 
 _SWITCH_INTERVAL = 0.001
 """Seconds after which the event loop's thread releases the interpreter to the engine's thread."""
-_MARGIN = 1.0
+_GOODBYE_SECONDS = 1.0
 """Seconds after the grace period for telling clients why their streams ended."""
-_KILL = 5.0
+_KILL_SECONDS = 5.0
 """Seconds after this margin until the process is killed."""
-_MAX_CONNECTIONS, _FILES = 1024, 4096
+_MAX_CONNECTIONS, _MAX_OPEN_FILES = 1024, 4096
 """Maximum connections, and the limit of open files that they need."""
-_HEADER_TIMEOUT = 10.0
+_HEADER_SECONDS = 10.0
 """Seconds within which the head of a request must arrive."""
-_STALL, _RATE = STALL, 100_000
-"""Seconds within which a client must read all data sent to it, or at least `_RATE` bytes per second."""
+_STALL_SECONDS, _MIN_RATE = STALL_SECONDS, 100_000
+"""Seconds within which a client must read all data sent to it, or at least `_MIN_RATE` bytes per second."""
 
 
 def check_address(host: str, port: int) -> list[str]:
@@ -65,7 +65,7 @@ def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready:
         access_log=False,
         limit_concurrency=limit,
         backlog=limit // 8,  # all of these may be accepted before the first is counted
-        timeout_graceful_shutdown=max(1, round(grace + _MARGIN)),
+        timeout_graceful_shutdown=max(1, round(grace + _GOODBYE_SECONDS)),
     )
 
     async def serve() -> None:
@@ -95,7 +95,7 @@ class _ListeningServer(uvicorn.Server):
         """Begin to stop. The event loop stops the workers, because the signal may have interrupted any code."""
         super().handle_exit(sig, frame)
         # If anything hangs, even in native code, write the traceback to the log and exit.
-        faulthandler.dump_traceback_later(self._grace + _MARGIN + _KILL, exit=True)
+        faulthandler.dump_traceback_later(self._grace + _GOODBYE_SECONDS + _KILL_SECONDS, exit=True)
         self._loop.call_soon_threadsafe(self._models.drain, self._grace)
 
 
@@ -109,7 +109,7 @@ def max_connections() -> int:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_MAX_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
@@ -128,13 +128,13 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._timeout = self.loop.call_later(_HEADER_TIMEOUT, self._close_idle)
+        self._timeout = self.loop.call_later(_HEADER_SECONDS, self._close_idle)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._make_room()
 
     def on_response_complete(self) -> None:
         self._timeout.cancel()
-        self._timeout = self.loop.call_later(_HEADER_TIMEOUT, self._close_idle)
+        self._timeout = self.loop.call_later(_HEADER_SECONDS, self._close_idle)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,11 +154,11 @@ class Connection(H11Protocol):
         if self._unread:
             self._unread.cancel()
         size = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(_STALL, self._abort_unless_read, size) if watch and size else None
+        self._unread = self.loop.call_later(_STALL_SECONDS, self._abort_unless_read, size) if watch and size else None
 
     def _abort_unless_read(self, size: int) -> None:
         """Abort the connection if too few of its `size` unread bytes have been read. Otherwise wait for the rest."""
-        if size - self.transport.get_write_buffer_size() < _STALL * _RATE:
+        if size - self.transport.get_write_buffer_size() < _STALL_SECONDS * _MIN_RATE:
             self.transport.abort()
         else:
             self._watch_reader()

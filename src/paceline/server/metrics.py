@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from paceline.server.worker import FINISH_REASONS, Load, ReplyRound
+from paceline.server.worker import FINISH_REASONS, ReplyRound, WorkerLoad
 
 _LABEL = "model_name"
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_SPAN = 10.0
+_SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_THROUGHPUT_SECONDS = 10.0
 """Seconds of the throughput."""
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+_TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
 
 class Metrics:
     """Counters and histograms of one server, in a registry of its own, each with the model's name as a label."""
 
-    def __init__(self, load: Callable[[str], Load]) -> None:
+    def __init__(self, load: Callable[[str], WorkerLoad]) -> None:
         """`load` returns the load of the model of a name."""
         self._registry, self._load = CollectorRegistry(), load
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
@@ -43,7 +43,9 @@ class Metrics:
         self.queue = self._histogram("vllm:request_queue_time_seconds", "From submission to admission.")
         self.first = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.")
         self.later = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between tokens. The tokens of a round share its time.", _TOKEN_SECONDS
+            "vllm:inter_token_latency_seconds",
+            "Between tokens. The tokens of a round share its time.",
+            _TOKEN_SECONDS_BUCKETS,
         )
         self.latency = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
         self.draft_failures = self._counter(
@@ -76,7 +78,7 @@ class Metrics:
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(name, about, (_LABEL, *labels), registry=self._registry)
 
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = _SECONDS_BUCKETS) -> Histogram:
         return Histogram(name, about, (_LABEL,), buckets=buckets, registry=self._registry)
 
     def _gauge(self, name: str, about: str) -> Gauge:
@@ -111,7 +113,7 @@ class ModelMetrics:
         self._draft_failures = server.draft_failures.labels(model)
         self._disk_hits = server.disk_hits.labels(model)
         self._recent: deque[tuple[float, int]] = deque()
-        """Times and tokens of the rounds of the last `_SPAN` seconds."""
+        """Times and tokens of the rounds of the last `_THROUGHPUT_SECONDS` seconds."""
 
     def observe_first(self, queued: float, seconds: float, prompt: int, cached: int, from_disk: int = 0) -> None:
         """Count a reply's first token.
@@ -155,10 +157,10 @@ class ModelMetrics:
         self._draft_failures.inc(count)
 
     def tokens_per_second(self) -> float:
-        """Return the speed over the last `_SPAN` seconds."""
+        """Return the speed over the last `_THROUGHPUT_SECONDS` seconds."""
         self._forget()
-        return sum(tokens for _, tokens in self._recent) / _SPAN
+        return sum(tokens for _, tokens in self._recent) / _THROUGHPUT_SECONDS
 
     def _forget(self) -> None:
-        while self._recent and self._recent[0][0] < time.monotonic() - _SPAN:
+        while self._recent and self._recent[0][0] < time.monotonic() - _THROUGHPUT_SECONDS:
             self._recent.popleft()

@@ -20,15 +20,15 @@ from paceline.server.errors import LOG, ApiError
 from paceline.server.grammars import GrammarTrials
 from paceline.server.metrics import Metrics
 from paceline.server.replies import TokenTexts
-from paceline.server.worker import Busy, Load, ServerStopping, Worker, trim_memory
+from paceline.server.worker import Busy, ServerStopping, Worker, WorkerLoad, trim_memory
 
 T = TypeVar("T")
 
-_PATIENCE = 60.0
+_MEMORY_WAIT_SECONDS = 60.0
 """Seconds that a model waits until other models release their memory."""
-_FIRST = 1.0
+_MIN_LOADED_SECONDS = 1.0
 """Minimum seconds that a model stays loaded before its first use."""
-_LISTED = 20
+_MAX_LISTED_NAMES = 20
 """Maximum number of names in an error message."""
 
 
@@ -150,7 +150,7 @@ class Models:
         for source in sources:
             self.add(source)
             if source.stays:
-                self._loaded[source] = model = in_own_thread(partial(self._open, source)).result()
+                self._loaded[source] = model = run_in_thread(partial(self._open, source)).result()
                 self._sizes[source] = model.size
 
     def add(self, source: ModelSource) -> None:
@@ -204,22 +204,24 @@ class Models:
         return any(model.worker.failing for model in self._loaded.values())
 
     @property
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         """The load of all workers together at this moment."""
         loads = [model.worker.load for model in self._loaded.values()]
         cache = max((load.cache for load in loads), default=0.0)
-        return Load(sum(load.running for load in loads), sum(load.waiting for load in loads), cache)
+        return WorkerLoad(sum(load.running for load in loads), sum(load.waiting for load in loads), cache)
 
-    def _load_of(self, name: str) -> Load:
+    def _load_of(self, name: str) -> WorkerLoad:
         model = self.get(name)
-        return model.worker.load if model else Load(0, 0, 0.0)
+        return model.worker.load if model else WorkerLoad(0, 0, 0.0)
 
     def source(self, name: str | None) -> ModelSource:
         """Return the model with this name, or the first model for None. Raises `ApiError` 404 if it is not served."""
         source = self.sources[0] if name is None and self.sources else self._named.get(name or "")
         source = source or self._named.get((name or "").removesuffix(":latest"))  # as Ollama's clients write names
         if source is None:
-            known = ", ".join(map(repr, list(self._named)[:_LISTED])) + (", ..." if len(self._named) > _LISTED else "")
+            known = ", ".join(map(repr, list(self._named)[:_MAX_LISTED_NAMES])) + (
+                ", ..." if len(self._named) > _MAX_LISTED_NAMES else ""
+            )
             raise ApiError(
                 404,
                 f"the model {name!r:.200} is not served here. Use one of {known}",
@@ -271,13 +273,13 @@ class Models:
         await asyncio.shield(self._loading[source])
 
     async def _load(self, source: ModelSource) -> None:
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _MEMORY_WAIT_SECONDS
         while True:
             async with self._turn:
                 self._freed.clear()
                 if await self._make_room(source):
                     began = time.monotonic()
-                    model = await asyncio.wrap_future(in_own_thread(partial(self._open, source)))
+                    model = await asyncio.wrap_future(run_in_thread(partial(self._open, source)))
                     if self._stopping:
                         raise ServerStopping
                     self._sizes[source] = model.size
@@ -365,7 +367,7 @@ class Models:
         had time to take it."""
         model.keep_alive = self._keep_alive
         model.on_idle = partial(self._idle, source)
-        self._idle(source, _FIRST)
+        self._idle(source, _MIN_LOADED_SECONDS)
 
     def _idle(self, source: ModelSource, least: float = 0.0) -> None:
         """Check again after `keep_alive` seconds, and at least `least` seconds.
@@ -398,7 +400,7 @@ class Models:
         return bool(model and not model.users and time.monotonic() - model.used >= (model.keep_alive or 0.0))
 
 
-def in_own_thread(work: Callable[[], T]) -> Future[T]:
+def run_in_thread(work: Callable[[], T]) -> Future[T]:
     """Run `work` in a new daemon thread.
 
     A thread that computes with torch keeps a pool of OpenMP threads for life. Once all pools together have more threads

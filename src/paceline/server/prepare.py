@@ -13,7 +13,7 @@ from paceline.chat import thinking, tools
 from paceline.chat.calls import CallParser, ForcedCallParser, ReasonedCalls
 from paceline.chat.thinking import ThoughtFormat
 from paceline.chat.tools import CallFormat
-from paceline.engine.draft_policy import OFF, Speculation
+from paceline.engine.draft_policy import SPECULATION_OFF, Speculation
 from paceline.engine.prediction import predicted_ids
 from paceline.errors import InvalidPrompt, PacelineError, TimedOut
 from paceline.llm import LLM
@@ -21,7 +21,7 @@ from paceline.sampling.grammar import Grammar
 from paceline.sampling.parameters import Sampling
 from paceline.server import grammars
 from paceline.server.errors import LOG, REQUEST_ID, ContextExceeded, bad_request
-from paceline.server.images import check_memory, check_wanted, pictures_of, seen
+from paceline.server.images import check_client_present, check_memory, pictures_in, read_images
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.replies import ChatReply
@@ -36,14 +36,14 @@ from paceline.vision.tool_images import render_images
 
 _MAX_BRANCHES = 512
 """Maximum branches of a drafted tree. It is large enough not to limit any tree."""
-_RESERVED = {"messages", "tools", "add_generation_prompt", "self"}
+_RESERVED_VARIABLES = {"messages", "tools", "add_generation_prompt", "self"}
 """Variables of a template that a request cannot set."""
-_SHARE = 4
-"""If messages are left out, 1 / `_SHARE` of the context is kept for a reply without a length limit."""
+_REPLY_FRACTION = 4
+"""If messages are left out, 1 / `_REPLY_FRACTION` of the context is kept for a reply without a length limit."""
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRequest:
     """A request that is ready to run.
 
     Attributes:
@@ -64,14 +64,14 @@ class Prepared:
         return self.jobs[0].sampling if self.jobs else self.model.llm.sampling()
 
 
-def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> Prepared:
+def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | None, answer_id: str) -> PreparedRequest:
     """Prepare the replies to a request; None asks for an empty reply. Raises `PacelineError` and `ApiError`."""
     if request is None:
-        return Prepared(answer_id, model, [], [ChatReply()])
+        return PreparedRequest(answer_id, model, [], [ChatReply()])
     if isinstance(request.prompt, TextPrompt):
         jobs = _text_jobs(model, settings, request, request.prompt)
-        return Prepared(answer_id, model, jobs, [ChatReply() for _ in jobs])
-    prompt = seen(model.llm, settings, request.prompt)
+        return PreparedRequest(answer_id, model, jobs, [ChatReply() for _ in jobs])
+    prompt = read_images(model.llm, settings, request.prompt)
     try:
         jobs, replies = _chat(model, settings, request, prompt)
     except ContextExceeded:
@@ -80,7 +80,7 @@ def prepare(model: LoadedModel, settings: Settings, request: GenerateRequest | N
         most = prompt_limit(model.llm, settings)
         prompt = truncated(prompt, lambda shorter: _size(model.llm, settings, shorter), most, request.max_tokens)
         jobs, replies = _chat(model, settings, request, prompt)
-    return Prepared(answer_id, model, jobs, replies)
+    return PreparedRequest(answer_id, model, jobs, replies)
 
 
 def _chat(
@@ -226,7 +226,7 @@ def _speculation(llm: LLM, options: str | SpeculationOptions | None) -> Speculat
     if options is None or options == "auto":
         return None
     if isinstance(options, str) or options.max_draft == 0:
-        return OFF
+        return SPECULATION_OFF
     drafter = options.drafter or llm.engine.policies.default.drafter
     try:
         _ = llm.engine.policies[drafter]
@@ -258,7 +258,7 @@ def chat_ids(llm: LLM, text: str, pictures: Sequence[Picture], limit: int) -> li
     check_memory(llm.vision)
 
     def check(tokens: int) -> None:
-        check_wanted()
+        check_client_present()
         if tokens > limit:
             raise ContextExceeded(tokens, limit, "messages", exact=False)
 
@@ -290,7 +290,7 @@ def check_length(llm: LLM, settings: Settings, prompt: str | Sequence[int], para
 
 def chat_tokens(llm: LLM, settings: Settings, prompt: ChatPrompt) -> list[int]:
     """Return the token ids of a chat's prompt. Raises `ApiError` 400."""
-    prompt = seen(llm, settings, prompt)
+    prompt = read_images(llm, settings, prompt)
     text, pictures = chat_text(llm, prompt)
     check_length(llm, settings, text, "messages")
     return chat_ids(llm, text, pictures, prompt_limit(llm, settings))
@@ -321,10 +321,10 @@ def _call_format(llm: LLM) -> CallFormat:
 
 def chat_text(llm: LLM, prompt: ChatPrompt) -> tuple[str, Sequence[Picture]]:
     """Return a chat's prompt as text, and the pictures in it. Raises `ApiError` 400 naming the messages."""
-    if reserved := prompt.values.keys() & _RESERVED:
+    if reserved := prompt.values.keys() & _RESERVED_VARIABLES:
         raise bad_request(f"chat_template_kwargs must not contain {reserved.pop()!r}", "chat_template_kwargs")
     try:
-        chat, pictures = [message.as_dict() for message in prompt.messages], pictures_of(prompt)
+        chat, pictures = [message.as_dict() for message in prompt.messages], pictures_in(prompt)
         if llm.vision is None or not pictures:
             return _rendered(llm, prompt, chat), ()
         return render_images(llm.vision, check_messages(chat), pictures, partial(_rendered, llm, prompt))
@@ -338,7 +338,7 @@ def _rendered(llm: LLM, prompt: ChatPrompt, chat: list[dict[str, Any]]) -> str:
     given = [function.shown for function in prompt.tools.offered]
     template = llm.tokenizer.template_for(bool(given))
     if tools.knows_tools(template):
-        chat, given = tools.fitted(template, _call_format(llm), check_messages(chat), given)
+        chat, given = tools.adapt_to_template(template, _call_format(llm), check_messages(chat), given)
         return _applied(llm, prompt, chat, given)
     if given:
         return _applied(llm, prompt, tools.with_tools(check_messages(chat), given), [])
@@ -386,7 +386,7 @@ def truncated(prompt: ChatPrompt, size: Callable[[ChatPrompt], int], limit: int,
         wanted: Maximum tokens of the reply. -1 for no limit.
     """
     messages = prompt.messages
-    room = limit - min(limit // _SHARE, wanted if wanted > 0 else limit)
+    room = limit - min(limit // _REPLY_FRACTION, wanted if wanted > 0 else limit)
     last = len(messages) - 1
     starts = [i for i in range(1, last + 1) if i == last or messages[i].role in ("user", "assistant")]
 

@@ -26,7 +26,7 @@ PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents", "
 """Kind of work: parse a large body; prepare a request with a short text, a long text, or a grammar; tokenise without
 generating; prepare or tokenise a request with images; write documents about the server, such as its list of models."""
 
-LONG = 1 << 16
+MIN_LONG_BODY = 1 << 16
 """Minimum bytes of a long body. Such a body takes milliseconds to parse, and longer to tokenise."""
 
 _THREADS: dict[PoolName, int] = {
@@ -40,7 +40,7 @@ _THREADS: dict[PoolName, int] = {
 }
 
 
-def client_of(request: Request) -> str:
+def client_id(request: Request) -> str:
     """Identify the client by its API key, or by its address if it has none."""
     return authorization(request.headers) or (request.client.host if request.client else "")
 
@@ -106,7 +106,7 @@ def seconds_left(deadline: float) -> float | None:
     return None if deadline == inf else max(0.0, deadline - time.monotonic())
 
 
-async def unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def cancel_on_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Return the result of `work`. If the client leaves first, cancel it and raise `ClientDisconnect`."""
 
     async def disconnect() -> None:

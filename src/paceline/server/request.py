@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.chat.calls import Call
-from paceline.sampling.json_schema import guide
-from paceline.server.compat import left_out
+from paceline.sampling.json_schema import with_leniency
+from paceline.server.compat import placeholder_for
 from paceline.server.errors import bad_request
 from paceline.server.grammars import Constraint
 from paceline.server.schema import Schema, SpeculationOptions
@@ -41,7 +41,7 @@ class SentImage:
     @property
     def note(self) -> str:
         """The text that stands for the image if a model reads text only."""
-        return left_out(self.kind)
+        return placeholder_for(self.kind)
 
 
 Part = str | SentImage | Picture
@@ -143,7 +143,7 @@ class OfferedFunction:
     @property
     def schema(self) -> Schema | None:
         """The schema of the arguments. If the function is strict, the schema says that it must be followed."""
-        return guide(self.parameters, lenient=False) if self.parameters and self.strict else self.parameters
+        return with_leniency(self.parameters, lenient=False) if self.parameters and self.strict else self.parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.sampling.json_schema import guide
+from paceline.sampling.json_schema import with_leniency
 from paceline.server import grammars
-from paceline.server.compat import BUDGETS, Ignored, Lenient, OtherServers, Strict, accepts, ignored, only
+from paceline.server.compat import (
+    REASONING_BUDGETS,
+    Ignored,
+    Lenient,
+    OtherServers,
+    Strict,
+    accepted_values,
+    accepts,
+    ignored_parameters,
+)
 from paceline.server.errors import WrongParameter
 from paceline.server.grammars import ANY_OBJECT, Constraint
 from paceline.text.past_calls import as_object
@@ -126,7 +135,9 @@ ResponseFormat = Annotated[
 
 def schema_constraint(asked: JsonSchema) -> Constraint:
     """Return the constraint of a JSON schema. It is a guide unless it is strict."""
-    return "json_schema", guide(ANY_OBJECT if asked.schema_ is None else asked.schema_, lenient=not asked.strict)
+    return "json_schema", with_leniency(
+        ANY_OBJECT if asked.schema_ is None else asked.schema_, lenient=not asked.strict
+    )
 
 
 def format_constraint(form: PlainFormat | SchemaFormat | None) -> Constraint | None:
@@ -141,11 +152,11 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
 
 
 @accepts(
-    ignored(
+    ignored_parameters(
         "disable_fallback disable_any_whitespace disable_additional_properties whitespace_pattern backend",
         "there is only one grammar compiler, and JSON is written on one line",
     ),
-    only((), "structural_tag", "`tools` and `response_format` use the model's own format"),
+    accepted_values((), "structural_tag", "`tools` and `response_format` use the model's own format"),
 )
 class StructuredOutputs(Strict):
     """vLLM's constraints. A request has one of them."""
@@ -179,7 +190,7 @@ _SAME_NAMES = (
 """Parameters that have the same name in `Sampling`."""
 
 
-def same_named(parameters: Any) -> dict[str, Any]:
+def same_named_parameters(parameters: Any) -> dict[str, Any]:
     """Return the fields of `Sampling` that these parameters set under the same names."""
     same, top_k = {name: getattr(parameters, name, None) for name in _SAME_NAMES}, getattr(parameters, "top_k", None)
     return without_none(**same, top_k=None if top_k is None else max(0, top_k))
@@ -205,8 +216,8 @@ class ThinkingOptions(Lenient):
 
 
 @accepts(
-    ignored("include_obfuscation", "streams are not padded"),
-    only((False,), "continuous_usage_stats", "the usage is sent at the end"),
+    ignored_parameters("include_obfuscation", "streams are not padded"),
+    accepted_values((False,), "continuous_usage_stats", "the usage is sent at the end"),
 )
 class StreamOptions(Strict):
     include_usage: bool | None = None
@@ -249,7 +260,7 @@ class Generating(NamedBody):
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` that the request sets."""
-        return same_named(self)
+        return same_named_parameters(self)
 
 
 class Samplers(Generating):
@@ -296,7 +307,7 @@ class ThinkingBudgets(Strict):
 
         `others`: limits in other parameters, by their names.
         """
-        named: int | None = _alias_value(self, *BUDGETS.split())
+        named: int | None = _alias_value(self, *REASONING_BUDGETS.split())
         limits = {**others, **without_none(thinking_budget=named)}
         found = {limit: name for name, limit in limits.items() if limit is not None}
         if len(found) > 1:

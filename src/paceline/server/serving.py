@@ -28,14 +28,14 @@ from paceline.server.apis.stored import ResponseStore
 from paceline.server.bodies import BodyReader
 from paceline.server.errors import LOG, REQUEST_ID
 from paceline.server.images import without_images
-from paceline.server.limits import RequestLimit, Settings, authorization, key_of
+from paceline.server.limits import RequestLimit, Settings, authorization, key_index
 from paceline.server.models import LoadedModel, Models
 from paceline.server.preprocessing import (
     PoolName,
     Preprocessor,
-    client_of,
+    cancel_on_disconnect,
+    client_id,
     seconds_left,
-    unless_disconnected,
 )
 from paceline.server.schema import NamedBody
 from paceline.server.tracing import Tracer, tracer
@@ -100,7 +100,7 @@ class Service:
         if stream:
             return EventStream(running, encoder, self.settings)
         try:
-            document = await unless_disconnected(running.document(encoder), request.receive)
+            document = await cancel_on_disconnect(running.document(encoder), request.receive)
         finally:
             running.close()
         return Response(dumps(document), media_type="application/json")
@@ -120,7 +120,7 @@ class Service:
             return dumps(answer(running.model.name, time.monotonic() - arrived))
 
         try:
-            await unless_disconnected(running.finish(), request.receive)
+            await cancel_on_disconnect(running.finish(), request.receive)
             data = await self.preprocess(request, "documents", written, seconds_left(deadline))
         finally:
             running.close()
@@ -161,7 +161,7 @@ class Service:
         try:
             work = partial(prepare, model, running.id)
             jobs, made = await self.preprocess(request, pool, work, seconds_left(deadline))
-            client, key = client_of(request), key_of(self.settings.api_keys, authorization(request.headers))
+            client, key = client_id(request), key_index(self.settings.api_keys, authorization(request.headers))
             own: dict[str, Any] = {"client": client, "key": key, "deadline": deadline, "adapter": model.adapter}
             running.start([replace(job, **own) for job in jobs])
         except BaseException:
@@ -217,13 +217,13 @@ class Service:
 
     async def preprocess(self, request: Request, pool: PoolName, work: Callable[[], T], timeout: float | None) -> T:
         """Run `work` in a thread. Raises as `_unless_ended`."""
-        return await self._unless_ended(request, self.preprocessor.run(pool, client_of(request), work), timeout)
+        return await self._unless_ended(request, self.preprocessor.run(pool, client_id(request), work), timeout)
 
     async def _unless_ended(self, request: Request, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
         """Return the result of `work`. Cancel it and raise `ClientDisconnect` if the client disconnects, or `TimedOut`
         after `timeout` seconds."""
         try:
-            return await unless_disconnected(asyncio.wait_for(work, timeout), request.receive)
+            return await cancel_on_disconnect(asyncio.wait_for(work, timeout), request.receive)
         except asyncio.TimeoutError:  # another class until Python 3.11
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
 

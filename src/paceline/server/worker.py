@@ -16,7 +16,7 @@ from functools import partial
 from math import inf
 
 from paceline.cache.slots import SlotTable
-from paceline.cache.state import held
+from paceline.cache.state import max_states
 from paceline.engine.detokenizer import Chunk
 from paceline.engine.draft_policy import Speculation
 from paceline.engine.prompt_logprobs import PromptReader
@@ -117,7 +117,7 @@ class ReplyJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkerLoad:
     """The load of a worker.
 
     Attributes:
@@ -143,7 +143,7 @@ class ReplyRound:
         drafted: Number of tokens that the drafter proposed.
         drafter: The drafter's name. None for plain decoding.
         ms: Milliseconds since the previous round, or since submission.
-        over: True for the last round.
+        is_last: True for the last round.
     """
 
     index: int
@@ -151,7 +151,7 @@ class ReplyRound:
     drafted: int
     drafter: str | None
     ms: float
-    over: bool = False
+    is_last: bool = False
 
     @property
     def accepted(self) -> int:
@@ -218,11 +218,11 @@ class ReplyHandle:
         """End the reply before its next round."""
         self._task.cancelled = True
 
-    def push(self, chunks: Sequence[Chunk], drafted: int, over: bool) -> None:
+    def push(self, chunks: Sequence[Chunk], drafted: int, is_last: bool) -> None:
         """Add a round. `drafted`: tokens proposed in all rounds up to this one."""
         now = time.perf_counter()
         ms = 1000 * (now - self._last)
-        self._outputs.put_nowait(ReplyRound(self._index, chunks, drafted - self._drafted, self.drafter, ms, over))
+        self._outputs.put_nowait(ReplyRound(self._index, chunks, drafted - self._drafted, self.drafter, ms, is_last))
         self._drafted, self._last = drafted, now
 
 
@@ -289,14 +289,14 @@ class Worker:
         return self._failures >= _FAILURES
 
     @property
-    def load(self) -> Load:
+    def load(self) -> WorkerLoad:
         """The load at this moment."""
         active = self._scheduler.active
         positions = self._positions([task.length for task in active])
         waiting = max(0, len(self._replies) - len(active))
         prefixes = self.llm.engine.prefixes
         disk = prefixes.disk.nbytes if prefixes is not None and prefixes.disk else 0
-        return Load(len(active), waiting, min(1.0, positions / self.limits.cache_positions), disk)
+        return WorkerLoad(len(active), waiting, min(1.0, positions / self.limits.cache_positions), disk)
 
     def default_for(self, adapter: str | None) -> Speculation:
         """Return the speculation of jobs with this adapter that set none."""
@@ -313,7 +313,7 @@ class Worker:
             raise Busy(f"the server is full: {len(self._replies)} replies are running or waiting")
         learner = self.learner
         if learner:
-            learner.wake()
+            learner.interrupt()
         speculation = job.speculation or (learner.speculation(job.key) if learner else self.default_for(job.adapter))
         _ = self.llm.engine.policies[speculation.drafter]
 
@@ -347,9 +347,9 @@ class Worker:
             await asyncio.get_running_loop().run_in_executor(None, self.learner.close)
 
     def _deliver(self, rounds: Sequence[tuple[Task, list[Chunk], int, bool]]) -> None:
-        for task, chunks, drafted, over in rounds:
-            reply = self._replies.pop(task) if over else self._replies[task]
-            reply.push(chunks, drafted, over)
+        for task, chunks, drafted, is_last in rounds:
+            reply = self._replies.pop(task) if is_last else self._replies[task]
+            reply.push(chunks, drafted, is_last)
 
     # Called on the engine's thread
 
@@ -438,7 +438,7 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
     if not lengths:
         return 0
     positions = max(lengths) << (len(lengths) - 1).bit_length() if rectangle else sum(lengths)
-    return positions + math.ceil(sum(map(held, lengths)) * state)
+    return positions + math.ceil(sum(map(max_states, lengths)) * state)
 
 
 def trim_memory() -> None:

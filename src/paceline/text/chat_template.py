@@ -163,10 +163,10 @@ def _shows(template: str, content: Any) -> bool:
 
 def _forms(chat: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield other forms of a chat that have the same meaning. The most similar form comes first."""
-    yield from past_calls.forms(chat)
-    for form in orderly.forms(chat):
+    yield from past_calls.alternative_chats(chat)
+    for form in orderly.alternative_chats(chat):
         yield form
-        yield from past_calls.forms(form)
+        yield from past_calls.alternative_chats(form)
 
 
 def _run(

@@ -29,7 +29,7 @@ class Splitter:
     patterns: tuple[str, ...] = ()
     digits: bool = False
     gpt2: bool = False
-    whole: bool = False
+    ignore_merges: bool = False
     nfc: bool = False
     bos: bool = False
 
@@ -98,19 +98,21 @@ _SPLITTERS: dict[str, Splitter] = {
     "command-r": Splitter(digits=True, gpt2=True, nfc=True),
     "gpt-2 phi-2 trillion exaone4 a.x-4.0 gigachat granite-docling mellum": Splitter(gpt2=True),
     "olmo mpt": Splitter(gpt2=True, nfc=True),
-    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Splitter((_LLAMA3,), whole=True, bos=True),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": Splitter(
+        (_LLAMA3,), ignore_merges=True, bos=True
+    ),
     "smaug-bpe dbrx chatglm-bpe": Splitter((_LLAMA3,)),
-    "glm4 glm5": Splitter((_LLAMA3,), whole=True),
-    "minicpm5": Splitter((r"\p{N}{1,3}", _LLAMA3), whole=True),
-    "kimi-k2": Splitter((_KIMI,), whole=True),
+    "glm4 glm5": Splitter((_LLAMA3,), ignore_merges=True),
+    "minicpm5": Splitter((r"\p{N}{1,3}", _LLAMA3), ignore_merges=True),
+    "kimi-k2": Splitter((_KIMI,), ignore_merges=True),
     "qwen2": Splitter((_QWEN2,), nfc=True),
     "qwen35": Splitter((_QWEN35,), nfc=True),
     "megrez deepseek-r1-qwen stablelm2 hunyuan kormo": Splitter((_QWEN2,)),
     "seed-coder": Splitter((_SEED,)),
-    "tekken": Splitter((_cased("", r"\p{N}"),), whole=True, bos=True),
+    "tekken": Splitter((_cased("", r"\p{N}"),), ignore_merges=True, bos=True),
     "gpt-4o llama4 kanana2": Splitter((_GPT4O,)),
     "tiny_aya": Splitter((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
-    "youtu": Splitter((_YOUTU, _cased(f"{_CONTRACTIONS}?", r"\p{N}")), whole=True),
+    "youtu": Splitter((_YOUTU, _cased(f"{_CONTRACTIONS}?", r"\p{N}")), ignore_merges=True),
     "deepseek-llm": Splitter(
         ("[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK), digits=True
     ),

@@ -14,7 +14,7 @@ from paceline.text.gguf_splitters import SPLITTERS, Splitter
 
 Fields = Mapping[str, Any]
 
-_LONGEST_TOKEN = 1024
+_MAX_TOKEN_LENGTH = 1024
 """Maximum length of a token, in characters. It is limited because finding all ways to cut a token in two takes
 quadratic time."""
 
@@ -51,7 +51,7 @@ def backend_from_gguf(fields: Fields, *, strips_spaces: bool = False) -> Tokeniz
     _add_tokens(backend, tokens, kinds, strips_spaces and model == "llama")
     defaults = {"bos_token": bos, "eos_token": False}
     added = {role: fields.get(f"tokenizer.ggml.add_{role}", default) for role, default in defaults.items()}
-    frame(backend, special_tokens(backend, fields), added)
+    set_bos_and_eos(backend, special_tokens(backend, fields), added)
     return backend
 
 
@@ -67,9 +67,10 @@ def _vocabulary(fields: Fields) -> tuple[list[str], list[int]]:
     tokens = fields.get("tokenizer.ggml.tokens")
     if not tokens:
         raise CorruptModel("the GGUF file contains no vocabulary", "Download the file again")
-    if (longest := max(map(len, tokens))) > _LONGEST_TOKEN:
+    if (longest := max(map(len, tokens))) > _MAX_TOKEN_LENGTH:
         raise CorruptModel(
-            f"the GGUF vocabulary contains a token of {longest} characters, but at most {_LONGEST_TOKEN} are allowed",
+            f"the GGUF vocabulary contains a token of {longest} characters, "
+            f"but at most {_MAX_TOKEN_LENGTH} are allowed",
             "Convert the model again",
         )
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
@@ -105,7 +106,7 @@ def _splitter_of(fields: Fields) -> Splitter:
 
 def _byte_level(fields: Fields, tokens: list[str], splitter: Splitter) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges") or ()]
-    model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.whole)
+    model = _bpe(models.BPE, tokens, merges, ignore_merges=splitter.ignore_merges)
     backend = Tokenizer(model)
     backend.pre_tokenizer = splitter.build()
     backend.decoder = decoders.ByteLevel()
@@ -175,7 +176,7 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], strips:
     backend.add_special_tokens([token for token in found if token.special])
 
 
-def frame(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
+def set_bos_and_eos(backend: Tokenizer, special: Mapping[str, str], added: Mapping[str, bool | None]) -> None:
     """Make `backend` add BOS and EOS to each text, or not.
 
     Args:

@@ -29,11 +29,11 @@ class GrowingText:
     """Text that is read from the front.
 
     Attributes:
-        over: True once the text is complete. Readers then do not wait for more.
+        is_complete: True once the text is complete. Readers then do not wait for more.
     """
 
-    def __init__(self, text: str = "", over: bool = False) -> None:
-        self.over = over
+    def __init__(self, text: str = "", is_complete: bool = False) -> None:
+        self.is_complete = is_complete
         self._held, self._at = text, 0
         self._from = 0
         """The place in `_held` where the text that `taken` returns begins."""
@@ -53,7 +53,7 @@ class GrowingText:
 
     def ahead(self, count: int = 1) -> Reading[str]:
         """Return the next characters without reading them. There are fewer only at the end of the text."""
-        while len(self._held) - self._at < count and not self.over:
+        while len(self._held) - self._at < count and not self.is_complete:
             yield
         return self._held[self._at : self._at + count]
 
@@ -62,7 +62,7 @@ class GrowingText:
         longest = max(map(len, texts), default=0)
         while True:
             rest = self._held[self._at : self._at + longest]
-            if self.over or not any(len(text) > len(rest) and text.startswith(rest) for text in texts):
+            if self.is_complete or not any(len(text) > len(rest) and text.startswith(rest) for text in texts):
                 return max((text for text in texts if rest.startswith(text)), key=len, default="")
             yield
 
@@ -88,7 +88,7 @@ class GrowingText:
             assert found is not None
             parts.append(found[0])
             self._at = found.end()
-            if self.over or self._at < len(self._held):
+            if self.is_complete or self._at < len(self._held):
                 return "".join(parts)
             yield
 
@@ -104,7 +104,7 @@ class GrowingText:
         """
         parts = []
         while (at := self._held.find(marker, self._at)) < 0:
-            if self.over:
+            if self.is_complete:
                 raise Malformed
             at = max(self._at, len(self._held) - len(marker) + 1)
             parts.append(self._held[self._at : at])
@@ -127,11 +127,13 @@ class GrowingText:
             self._at = found.start()
             return found[0]
         tail = self._held[max(self._at, len(self._held) - max(map(len, markers), default=0)) :]
-        self._at = len(self._held) - (0 if self.over else max((overlap(tail, one) for one in markers), default=0))
+        self._at = len(self._held) - (
+            0 if self.is_complete else max((overlap(tail, one) for one in markers), default=0)
+        )
         return ""
 
 
-def finish(reading: Reading[T]) -> T:
+def result_of(reading: Reading[T]) -> T:
     """Return the result of a reader of a complete text."""
     try:
         next(reading)

@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 from math import isfinite
 from typing import Any
 
-from paceline.text.growing import GrowingText, Malformed, Reading, finish
+from paceline.text.growing import GrowingText, Malformed, Reading, result_of
 
-DEPTH = 100
+MAX_DEPTH = 100
 """Maximum nesting depth of lists and objects."""
 
 _QUOTES = ('"', "'")
@@ -31,12 +31,12 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 def parse(text: str) -> Any:
     """Parse a complete text. Raise `Malformed` if it is not a single value."""
-    growing = GrowingText(text, over=True)
+    growing = GrowingText(text, is_complete=True)
     reader = JsonReader(growing)
-    finish(growing.space())
-    value = finish(reader.value())
-    finish(growing.space())
-    rest = finish(growing.ahead())
+    result_of(growing.space())
+    value = result_of(reader.value())
+    result_of(growing.space())
+    rest = result_of(growing.ahead())
     if reader.unclosed or rest:
         raise Malformed
     return value
@@ -76,22 +76,22 @@ class JsonReader:
         Raises:
             Malformed: If the text is not a value.
         """
-        text, open_ = self._text, list[tuple[Any, str]]()
+        text, open_containers = self._text, list[tuple[Any, str]]()
         self.unclosed = []
-        found = yield from self._begin(open_)
+        found = yield from self._begin(open_containers)
         fresh = True  # a member may follow: this is after an opening bracket or a comma
-        while open_:
-            inner, closer = open_[-1]
+        while open_containers:
+            inner, closer = open_containers[-1]
             yield from text.space()
             if (yield from text.skip(closer)):
-                open_.pop()
+                open_containers.pop()
                 fresh = False
             elif fresh:
-                fresh = yield from self._member(inner, open_, keys if len(open_) == 1 else None)
+                fresh = yield from self._member(inner, open_containers, keys if len(open_containers) == 1 else None)
             elif (yield from text.skip(",")):
                 fresh = True
             elif not (yield from text.ahead()):
-                self.unclosed = [one for one, _ in open_]
+                self.unclosed = [one for one, _ in open_containers]
                 break
             elif (yield from text.begins(*self._ends)):
                 break
@@ -117,14 +117,16 @@ class JsonReader:
             if not (yield from text.skip(",")) and not (yield from text.begins(")")):
                 raise Malformed
 
-    def _member(self, inner: Any, open_: list[tuple[Any, str]], keys: Collection[str] | None) -> Reading[bool]:
+    def _member(
+        self, inner: Any, open_containers: list[tuple[Any, str]], keys: Collection[str] | None
+    ) -> Reading[bool]:
         """Read a member of the innermost list or object.
 
         If its value is a list or an object, read only the opening bracket, and return True.
         """
-        depth = len(open_)
+        depth = len(open_containers)
         if isinstance(inner, list):
-            inner.append((yield from self._begin(open_)))
+            inner.append((yield from self._begin(open_containers)))
         else:
             key = yield from self._key()
             if keys is not None and key not in keys:
@@ -133,16 +135,16 @@ class JsonReader:
             if not (yield from self._text.skip(":")):
                 raise Malformed
             yield from self._text.space()
-            inner[key] = yield from self._begin(open_)
-        return len(open_) > depth
+            inner[key] = yield from self._begin(open_containers)
+        return len(open_containers) > depth
 
-    def _begin(self, open_: list[tuple[Any, str]]) -> Reading[Any]:
+    def _begin(self, open_containers: list[tuple[Any, str]]) -> Reading[Any]:
         """Read a string, a number, a word, or the opening bracket of a list or object, which is then added to
         `open_`."""
         if bracket := (yield from self._text.skip(*_CLOSERS)):
             inner: Any = {} if bracket == "{" else []
-            open_.append((inner, _CLOSERS[bracket]))
-            if len(open_) > DEPTH:
+            open_containers.append((inner, _CLOSERS[bracket]))
+            if len(open_containers) > MAX_DEPTH:
                 raise Malformed
             return inner
         if quote := (yield from self._text.skip(*self._quotes)):
@@ -197,7 +199,7 @@ def _word(word: str) -> Any:
 
 
 def _without_halves(text: str) -> str:
-    """Join surrogate pairs, and replace lone surrogates by U+FFFD."""
+    """Join surrogate pairs, and replace lone surrogates with U+FFFD."""
     if text.isascii() or not _SURROGATE.search(text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -13,7 +13,7 @@ from typing import Any
 Chat = list[dict[str, Any]]
 
 
-def forms(chat: Sequence[dict[str, Any]]) -> Iterator[Chat]:
+def alternative_chats(chat: Sequence[dict[str, Any]]) -> Iterator[Chat]:
     """Yield other forms of a chat that a template rejects. The most similar form comes first.
 
     Args:

@@ -16,14 +16,15 @@ from paceline.text.growing import Malformed
 
 Chat = list[dict[str, Any]]
 
-INVALID = "invalid_arguments"
+INVALID_ARGUMENTS = "invalid_arguments"
 """Name of the argument that shows the model arguments that are not an object."""
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
     """Convert the arguments of a call to an object.
 
-    Null and empty text give an empty object. Arguments that are not an object become the only entry, `INVALID`.
+    Null and empty text give an empty object. Arguments that are not an object become the only entry,
+    `INVALID_ARGUMENTS`.
     """
     found = arguments
     if isinstance(arguments, str):
@@ -33,10 +34,10 @@ def as_object(arguments: Any) -> dict[str, Any]:
             found = arguments
     if isinstance(found, Mapping):
         return dict(found)
-    return {} if found is None else {INVALID: arguments}
+    return {} if found is None else {INVALID_ARGUMENTS: arguments}
 
 
-def forms(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
+def alternative_chats(chat: Sequence[Mapping[str, Any]]) -> Iterator[Chat]:
     """Yield other forms of a chat that a template rejects. The most similar form comes first.
 
     Some templates support only one call per message. Others need ids of nine letters and digits, or arguments in the

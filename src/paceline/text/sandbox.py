@@ -31,18 +31,18 @@ from typing import Any
 ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
 """An event that another thread sets when the result of this context is no longer needed."""
 
-_CHECK = 0.05
+_CHECK_SECONDS = 0.05
 """Seconds between two checks of `ABANDONED`."""
-_FACTOR, _LEAST = 10.0, 5.0
-"""A job must answer within `_FACTOR` times its limit of processor time, but may always take at least `_LEAST`
-seconds."""
-_ANSWER = 128 * 2**20
+_WAIT_FACTOR, _MIN_WAIT_SECONDS = 10.0, 5.0
+"""A job must answer within `_WAIT_FACTOR` times its limit of processor time, but may always take at least
+`_MIN_WAIT_SECONDS` seconds."""
+_MAX_ANSWER_BYTES = 128 * 2**20
 """Maximum size of an answer in bytes."""
-_RAW = struct.Struct(">cQ")
+_BYTES_HEADER = struct.Struct(">cQ")
 """Header of an answer that consists of bytes: "b" and the number of bytes."""
 _STARTED = b"!"
 """A fork sends this before it runs its job. If no answer follows, the job has exceeded its limits."""
-_FIRST = "paceline.text.chat_template:render_compiled"
+_PRELOADED = "paceline.text.chat_template:render_compiled"
 """The function whose module the helper imports before the first job, so that forks need not import it."""
 
 
@@ -97,7 +97,7 @@ class Sandbox:
             OverLimit: If the job exceeds its limits.
             Unfinished: If the machine was too busy, or the result is no longer needed.
         """
-        deadline = time.monotonic() + max(_FACTOR * seconds, _LEAST)
+        deadline = time.monotonic() + max(_WAIT_FACTOR * seconds, _MIN_WAIT_SECONDS)
         return self._ask(b"j", (job, argument, seconds, memory), deadline, prepared)
 
     def prepare(self, key: Hashable, job: str, argument: Callable[[], Any]) -> None:
@@ -212,8 +212,8 @@ def _os_errors_as_unfinished() -> Iterator[None]:
 def _read(connection: socket.socket, deadline: float) -> bytes:
     """Read all bytes up to the end of the connection."""
     data = bytearray()
-    connection.settimeout(_CHECK)
-    while len(data) <= _ANSWER:
+    connection.settimeout(_CHECK_SECONDS)
+    while len(data) <= _MAX_ANSWER_BYTES:
         try:
             part = connection.recv(1 << 16)
         except TimeoutError:
@@ -228,9 +228,9 @@ def _read(connection: socket.socket, deadline: float) -> bytes:
 
 def _result(answer: memoryview) -> Any:
     if answer[:1].tobytes() == b"b":
-        if len(answer) < _RAW.size or len(answer) != _RAW.size + _RAW.unpack_from(answer)[1]:
+        if len(answer) < _BYTES_HEADER.size or len(answer) != _BYTES_HEADER.size + _BYTES_HEADER.unpack_from(answer)[1]:
             raise OverLimit
-        return bytes(answer[_RAW.size :])
+        return bytes(answer[_BYTES_HEADER.size :])
     try:
         reply = json.loads(bytes(answer))
     except ValueError:
@@ -254,7 +254,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forks do not become zombies when they end
     control = socket.socket(fileno=descriptor)
-    _find(_FIRST)
+    _find(_PRELOADED)
     while True:
         kind, descriptors, _, _ = socket.recv_fds(control, 1, 2)
         if not kind or len(descriptors) != 2:
@@ -285,7 +285,7 @@ def _answer(connection: socket.socket, watched: socket.socket | None = None) -> 
         connection.sendall(_STARTED)
         result = _find(name)(argument)
         if isinstance(result, bytes):
-            connection.sendall(_RAW.pack(b"b", len(result)))
+            connection.sendall(_BYTES_HEADER.pack(b"b", len(result)))
             connection.sendall(result)
             return
         reply = json.dumps({"result": result})

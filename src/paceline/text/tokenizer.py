@@ -15,13 +15,13 @@ from paceline.errors import InvalidOption, InvalidPrompt, UnsupportedModel
 from paceline.files.reading import MIB, library_errors, read_json_if_exists, read_text
 from paceline.files.schema import TOKENIZER
 from paceline.text.data_encoder import DataEncoder
-from paceline.text.gguf_tokenizer import backend_from_gguf, frame, special_tokens
+from paceline.text.gguf_tokenizer import backend_from_gguf, set_bos_and_eos, special_tokens
 from paceline.text.template_text import TemplateText
 from paceline.text.token_bytes import Speller, max_token_chars, token_bytes
 
 TOKENIZER_LIMIT = 128 * MIB
 """Maximum size of a tokenizer.json in bytes."""
-_MOST_TEMPLATES = 32
+_MAX_TEMPLATES = 32
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -74,7 +74,7 @@ class Tokenizer:
             _add_tokens(backend, config.get("added_tokens_decoder"))
             added = {role: config.get(f"add_{role}") for role in ("bos_token", "eos_token")}
             if added != {"bos_token": None, "eos_token": None}:  # otherwise tokenizer.json decides
-                frame(backend, special, added)
+                set_bos_and_eos(backend, special, added)
         return Tokenizer(backend, special, *_default_and_named(_templates(path, config)))
 
     @staticmethod
@@ -354,9 +354,7 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates of a folder by name. Files take precedence over tokenizer_config.json."""
     found = _by_name(config.get("chat_template"))
     files = {"default": path / "chat_template.jinja"}
-    files |= {
-        file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
-    }
+    files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))[:_MAX_TEMPLATES]}
     return found | {name: read_text(file) for name, file in files.items() if file.exists()}
 
 

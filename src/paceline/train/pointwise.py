@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.drafters.independent import Chance, best
+from paceline.drafters.independent import AcceptanceProbability, best_tree
 from paceline.models.heads import ExitConfig, MedusaConfig
 from paceline.protocols import EmbeddingAndHead
 from paceline.train.network import Norm
@@ -66,7 +66,7 @@ class Accuracy:
             place = (*place, rank)
             self.accepted[place] += 1
 
-    def chances(self, doubt: float = 20.0) -> Chance:
+    def chances(self, doubt: float = 20.0) -> AcceptanceProbability:
         """Return the measured acceptance rate of each place.
 
         It is smoothed with `doubt` > 0 rounds at the average rate of its depth and rank. The rate is 0 if that depth
@@ -111,7 +111,7 @@ class MedusaRecipe(Recipe):
             assert part.ranks is not None
             for ranks, real in zip(part.ranks.flatten(1).T.tolist(), part.real.flatten(1).T.tolist(), strict=True):
                 accuracy.add(ranks, [_TREE.branch if there else 0 for there in real])
-        paths = best(accuracy.chances(), _TREE.within(self.config.heads))
+        paths = best_tree(accuracy.chances(), _TREE.within(self.config.heads))
         self.config = replace(self.config, paths=paths)
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.head_files import open_head
-from paceline.checkpoints.head_fit import fingerprint, fits
+from paceline.checkpoints.head_fit import fingerprint, fit_to_target
 from paceline.checkpoints.head_write import check_folder, write_head
 from paceline.drafters.vocabulary import choose, count, coverage
 from paceline.errors import InvalidData, InvalidOption
-from paceline.files.sole import sole_user
+from paceline.files.folder_lock import lock_folder
 from paceline.llm import LLM
 from paceline.models.heads import HeadFile, taps_of
 from paceline.recording.file import Recording
@@ -76,9 +76,9 @@ def train(llm: LLM, job: TrainJob, listener: Listener | None = None) -> loop.Rep
     check(job)
     choose(torch.zeros(llm.model.target.vocab_size), job.vocabulary or llm.model.target.vocab_size, llm.model.eos)
     check_taps(job.taps or (), native_decoder(llm).config.layers)
-    start = None if job.start is None else fits(open_head(job.start), llm.model)
+    start = None if job.start is None else fit_to_target(open_head(job.start), llm.model)
     job.work.mkdir(parents=True, exist_ok=True)
-    with sole_user(job.work):
+    with lock_folder(job.work):
         return _train(llm, job, start, listener or Listener())
 
 

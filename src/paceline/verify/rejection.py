@@ -1,7 +1,7 @@
 """Speculative sampling: accept drafted tokens such that the text keeps the target's distribution.
 
 p is the target's distribution, and q is the distribution that the drafter draws tokens from. The walks are pure
-functions: all random draws come from `Chance`, so a test can enumerate every outcome.
+functions: all random draws come from `RandomDraws`, so a test can enumerate every outcome.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from paceline.errors import InvalidOption
-from paceline.sampling.noise import ACCEPT, Noise
+from paceline.sampling.noise import ACCEPT_STREAM, Noise
 from paceline.types import Draft, Verdict
 
 _UNNORMALISED = 1e-4
 """Tolerance for the sum of a distribution. The error of float32 sums over 262,144 columns is much smaller."""
 
-Shaped = Callable[[int, Sequence[int]], Tensor | None]
+TargetProbabilities = Callable[[int, Sequence[int]], Tensor | None]
 """(row, drafted tokens that lead to it) -> p [V], the target's distribution after processors, temperature and
-truncation. None if the row failed (`rules.deferred`). The walk then ends above the row."""
+truncation. None if the row failed (`rules.errors_as_none`). The walk then ends above the row."""
 
 
-class Chance(Protocol):
+class RandomDraws(Protocol):
     """The random draws of one round."""
 
     def accept(self, probability: float) -> bool:
@@ -37,22 +37,22 @@ class Chance(Protocol):
 
 
 @dataclass(slots=True)
-class RoundChance:
+class RoundDraws:
     """The random draws of a round, from streams of noise that no drafter uses.
 
     Attributes:
         noise: The request's source of noise.
         start: Position of the first drafted token.
-        asked: Number of `accept` calls so far.
+        num_accept_calls: Number of `accept` calls so far.
     """
 
     noise: Noise
     start: int
-    asked: int = 0
+    num_accept_calls: int = 0
 
     def accept(self, probability: float) -> bool:
-        self.asked += 1
-        return self.noise.stream(ACCEPT, self.start).uniform(self.asked) < probability
+        self.num_accept_calls += 1
+        return self.noise.stream(ACCEPT_STREAM, self.start).uniform(self.num_accept_calls) < probability
 
     def token(self, p: Tensor) -> int:
         tokens = p.nonzero()[:, 0]
@@ -110,7 +110,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return _normalised(_excess(p, q), p)
 
 
-def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
+def rejection_walk(draft: Draft, probabilities: TargetProbabilities, draws: RandomDraws) -> Verdict:
     """Try a row's children in order. If all are rejected, draw the target's token from the residual.
 
     After each rejection, p becomes the residual, and the child's token is removed from q. This is recursive rejection
@@ -120,23 +120,23 @@ def rejection_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
     Raises:
         InvalidOption: If a q of the draft is not a distribution over the target's vocabulary.
     """
-    walk = _Walk(draft, shaped, chance)
+    walk = _Walk(draft, probabilities, draws)
     while walk.step():
         pass
     return walk.verdict()
 
 
-def block_walk(draft: Draft, shaped: Shaped, chance: Chance) -> Verdict:
+def block_walk(draft: Draft, probabilities: TargetProbabilities, draws: RandomDraws) -> Verdict:
     """Verify a chain as a whole, and accept the longest prefix that the random draws allow.
 
     On average, it never accepts fewer tokens than the rule rejection, and among the rules that keep the distribution it
     is optimal for chains (Sun et al., arXiv 2403.10444). In a tree, `rejection_walk` applies until the rows below form
-    a chain. Every row of the chain is shaped.
+    a chain. The probabilities of every row of the chain are computed.
 
     Raises:
         InvalidOption: If a q of the draft is not a distribution over the target's vocabulary.
     """
-    walk = _Walk(draft, shaped, chance)
+    walk = _Walk(draft, probabilities, draws)
     while (chain := walk.chain()) is None and walk.step():
         pass
     if chain:
@@ -148,8 +148,8 @@ class _Walk:
     """A walk down a tree. Its state is the path so far, and the residual after the rejected children of the last
     row."""
 
-    def __init__(self, draft: Draft, shaped: Shaped, chance: Chance) -> None:
-        self._draft, self._shaped, self._chance = draft, shaped, chance
+    def __init__(self, draft: Draft, probabilities: TargetProbabilities, draws: RandomDraws) -> None:
+        self._draft, self._probabilities, self._draws = draft, probabilities, draws
         self._children: Mapping[int, list[int]] = defaultdict(list)
         for row, parent in enumerate(draft.parents, 1):
             self._children[parent].append(row)
@@ -164,14 +164,14 @@ class _Walk:
     def step(self) -> bool:
         """Try the children of the current row, and descend to the first accepted child. Return False if none is
         accepted."""
-        p = self._shaped(self._row, self._tokens)
+        p = self._probabilities(self._row, self._tokens)
         if p is None:
             return False
         q = self._q(self._row, p)
         for child in self._children[self._row]:
             token = self._draft.tokens[child - 1]
             source = _source(q, token, p)
-            if self._chance.accept(float(_acceptance(p, source, token))):
+            if self._draws.accept(float(_acceptance(p, source, token))):
                 self._descend([child])
                 return True
             p = _normalised(_excess(p, source), p)
@@ -196,7 +196,7 @@ class _Walk:
         steps, weight = [], 1.0
         tokens = list(self._tokens)
         for parent, child in zip([self._row, *chain], chain, strict=False):
-            p, token = self._shaped(parent, tokens), self._draft.tokens[child - 1]
+            p, token = self._probabilities(parent, tokens), self._draft.tokens[child - 1]
             if p is None:  # in this round, the chain ends at a row that failed
                 break
             q = _source(self._q(parent, p), token, p)
@@ -205,14 +205,14 @@ class _Walk:
             weight = float(_acceptance(p, q, token, weight))
             if weight == 0.0:
                 break
-        if self._chance.accept(weight):
+        if self._draws.accept(weight):
             return self._descend(chain[: len(steps)])
         for kept in range(len(steps) - 1, -1, -1):
             p, q, weight = steps[kept]
             excess = _excess(p, q, weight)
             left = float(excess.sum())
             # The paper's h_i. A prefix with weight 1 is always accepted.
-            if kept == 0 or self._chance.accept(1.0 if weight >= 1.0 else left / (left + 1.0 - weight)):
+            if kept == 0 or self._draws.accept(1.0 if weight >= 1.0 else left / (left + 1.0 - weight)):
                 self._descend(chain[:kept])
                 self._left = _normalised(excess, p)
                 return None
@@ -220,10 +220,10 @@ class _Walk:
 
     def verdict(self) -> Verdict:
         """End the round with a token that the target adds, or above a row that failed."""
-        left = self._shaped(self._row, self._tokens) if self._left is None else self._left
+        left = self._probabilities(self._row, self._tokens) if self._left is None else self._left
         if left is None:
             return Verdict(tuple(self._path[:-1]), tuple(self._tokens))
-        own = self._chance.token(left)
+        own = self._draws.token(left)
         return Verdict(tuple(self._path), (*self._tokens, own))
 
     def _descend(self, rows: Sequence[int]) -> None:

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from paceline.sampling.sampler import Prefix, RuleName, Sampler, not_finite
 from paceline.types import Draft, Guarantee, Verdict
-from paceline.verify.rejection import Chance, RoundChance, Shaped, block_walk, rejection_walk
+from paceline.verify.rejection import RandomDraws, RoundDraws, TargetProbabilities, block_walk, rejection_walk
 
 Rule = Callable[[Draft, Tensor, Sampler, Prefix], Verdict]
 """(draft, logits [T, V] of the pending token and the draft, sampler, prefix of row 0) -> verdict."""
 
-Choose = Callable[[int, Sequence[int]], int | None]
-"""(row, drafted tokens that lead to it) -> the target's next token, or None if the row failed (`deferred`)."""
+ChooseToken = Callable[[int, Sequence[int]], int | None]
+"""(row, drafted tokens that lead to it) -> the target's next token, or None if the row failed (`errors_as_none`)."""
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger("paceline")
 
 
-def deferred(read: Callable[[int, Sequence[int]], T]) -> Callable[[int, Sequence[int]], T | None]:
+def errors_as_none(read: Callable[[int, Sequence[int]], T]) -> Callable[[int, Sequence[int]], T | None]:
     """Wrap a function of (row, drafted tokens that lead to it). For a drafted row, the result returns None instead of
     raising an error.
 
@@ -50,19 +50,19 @@ def deferred(read: Callable[[int, Sequence[int]], T]) -> Callable[[int, Sequence
 def match(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
     """Walk down the tree. At each row, choose the target's token, and continue with the child that has this token.
 
-    Only the visited rows are shaped and checked. The tokens are the same as with plain decoding and the same sampler,
-    whatever was drafted.
+    Only the logits of visited rows are processed and checked. The tokens are the same as with plain decoding and the
+    same sampler, whatever was drafted.
 
     Raises:
         NonFiniteLogits: If the logits of row 0 have no finite maximum. A processor may raise its own errors at row 0.
-            For errors at other rows, see `deferred`.
+            For errors at other rows, see `errors_as_none`.
     """
     if sampler.greedy and not sampler.processors and logits.device.type != "cpu":
-        return walk(draft, deferred(_greedy(logits, len(prefix))))
-    return walk(draft, deferred(lambda row, path: sampler.choose(prefix.after(path), logits[row])))
+        return walk(draft, errors_as_none(_greedy(logits, len(prefix))))
+    return walk(draft, errors_as_none(lambda row, path: sampler.choose(prefix.after(path), logits[row])))
 
 
-def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
+def _distribution_rule(walk: Callable[[Draft, TargetProbabilities, RandomDraws], Verdict]) -> Rule:
     """Make a rule from a walk that keeps the target's distribution, but not the text of plain decoding.
 
     The draws come from the sampler's noise, so the same seed and drafter give the same text, but another drafter gives
@@ -71,10 +71,10 @@ def _distributed(walk: Callable[[Draft, Shaped, Chance], Verdict]) -> Rule:
     """
 
     def rule(draft: Draft, logits: Tensor, sampler: Sampler, prefix: Prefix) -> Verdict:
-        def shaped(row: int, path: Sequence[int]) -> Tensor:
+        def probabilities(row: int, path: Sequence[int]) -> Tensor:
             return sampler.distribution(prefix.after(path), logits[row])
 
-        return walk(draft, deferred(shaped), RoundChance(sampler.noise, len(prefix)))
+        return walk(draft, errors_as_none(probabilities), RoundDraws(sampler.noise, len(prefix)))
 
     return rule
 
@@ -93,14 +93,14 @@ def typical(
     Raises:
         NonFiniteLogits: If the logits of row 0 have no finite maximum.
     """
-    shaped = deferred(lambda row, path: sampler.distribution(prefix.after(path), logits[row]))
-    kept = {0: _TypicalRow((), (), 0.0, shaped(0, ()))}
+    probabilities = errors_as_none(lambda row, path: sampler.distribution(prefix.after(path), logits[row]))
+    kept = {0: _TypicalRow((), (), 0.0, probabilities(0, ()))}
     for row, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True), 1):
         above = kept.get(parent)
-        if above and above.p is not None and _plausible(above.p, token, epsilon, delta):
+        if above and above.p is not None and _is_typical(above.p, token, epsilon, delta):
             path = (*above.tokens, token)
             score = above.score + math.log(float(above.p[token]))
-            kept[row] = _TypicalRow((*above.path, row), path, score, shaped(row, path))
+            kept[row] = _TypicalRow((*above.path, row), path, score, probabilities(row, path))
     best = max(kept.values(), key=lambda k: (len(k.path), k.score))
     if best.p is None:
         return Verdict(best.path[:-1], best.tokens)
@@ -124,15 +124,15 @@ class _TypicalRow:
     p: Tensor | None
 
 
-def _plausible(p: Tensor, token: int, epsilon: float, delta: float) -> bool:
+def _is_typical(p: Tensor, token: int, epsilon: float, delta: float) -> bool:
     entropy = float(torch.special.entr(p).sum())
     return float(p[token]) > min(epsilon, delta * math.exp(-entropy))
 
 
 RULES: dict[RuleName, Rule] = {
     "match": match,
-    "rejection": _distributed(rejection_walk),
-    "block": _distributed(block_walk),
+    "rejection": _distribution_rule(rejection_walk),
+    "block": _distribution_rule(block_walk),
     "typical": typical,
 }
 """Acceptance rules by name. A greedy sampler uses `match`."""
@@ -146,7 +146,7 @@ def text_guarantee(sampler: Sampler, guarantee: Guarantee) -> Guarantee:
     return "lossy" if sampler.rule == "typical" else guarantee
 
 
-def walk(draft: Draft, choose: Choose) -> Verdict:
+def walk(draft: Draft, choose: ChooseToken) -> Verdict:
     """Follow the target's choices down the tree, until a choice was not drafted or a row fails."""
     children = {edge: node + 1 for node, edge in enumerate(zip(draft.parents, draft.tokens, strict=True))}
     path: list[int] = []
@@ -163,7 +163,7 @@ def walk(draft: Draft, choose: Choose) -> Verdict:
     return Verdict(tuple(path), tuple(tokens))
 
 
-def _greedy(logits: Tensor, position: int) -> Choose:
+def _greedy(logits: Tensor, position: int) -> ChooseToken:
     """Choose the likeliest token, or the lowest id in a tie. One reduction and one transfer serve all rows."""
     best = logits.max(-1)
     # Values and ids share one tensor, so the device is synchronised once. float32 holds ids below 2^24 exactly.

@@ -104,12 +104,12 @@ def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, .
 
     Args:
         budget: The limits on nodes, depth and branch.
-        order: Places in order of usefulness, the most useful first (see `independent.best`). The default order is by
-            probability of acceptance, where a first child has probability 0.7 and each further child has a quarter of
-            the probability of the child before it.
+        order: Places in order of usefulness, the most useful first (see `independent.best_tree`). The default order is
+            by probability of acceptance, where a first child has probability 0.7 and each further child has a quarter
+            of the probability of the child before it.
     """
     kept: dict[Place, None] = {}
-    for place in order or _usual(budget):
+    for place in order or _default_order(budget):
         if len(place) <= budget.depth and max(place) < budget.branch:
             # Add missing ancestors first, as far as the budget allows.
             above = [place[:end] for end in range(1, len(place) + 1) if place[:end] not in kept]
@@ -117,7 +117,7 @@ def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, .
     return tuple(kept)
 
 
-def close(places: Iterable[Place]) -> tuple[Place, ...]:
+def renumber_siblings(places: Iterable[Place]) -> tuple[Place, ...]:
     """Renumber siblings from 0, so that no number is missing."""
     names: dict[Place, Place] = {(): ()}
     children: Counter[Place] = Counter()
@@ -128,7 +128,7 @@ def close(places: Iterable[Place]) -> tuple[Place, ...]:
     return tuple(names.values())[1:]
 
 
-def _usual(budget: DraftBudget) -> Iterator[Place]:
+def _default_order(budget: DraftBudget) -> Iterator[Place]:
     """Yield the places of a budget in order of cost. A step to the next sibling costs as much as four steps down."""
     heap: list[tuple[int, Place]] = [(1, (0,))] if budget.depth else []
     count = 0

@@ -52,7 +52,7 @@ class BadImage(ValueError):
     """The picture cannot be used. Arguments: the cause and the fix."""
 
 
-def imported(_: None) -> None:
+def import_decoders(_: None) -> None:
     """Import the decoders of all formats, so that forks need not import them."""
     Image.preinit()
     for name in FORMATS:
@@ -60,7 +60,7 @@ def imported(_: None) -> None:
     ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
-def decoded(argument: tuple[bytes | str, int | None]) -> bytes | tuple[str, str]:
+def decode_picture(argument: tuple[bytes | str, int | None]) -> bytes | tuple[str, str]:
     """Decode a picture.
 
     Args:
@@ -166,7 +166,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _limit_time(pixels: int) -> None:
-    """In a fork, replace the time limit by the limit for this number of pixels."""
+    """In a fork, replace the time limit with the limit for this number of pixels."""
     with suppress(AttributeError):  # Windows has no timers, and no forks
         if signal.getitimer(signal.ITIMER_PROF)[0]:
             signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_PER_PIXEL * pixels)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.files.reading import read_json_if_exists
-from paceline.files.schema import FLAG, check, each, listed, number, whole
+from paceline.files.schema import FLAG, check, each, integer, list_of, number
 
 _SETTINGS: Mapping[str, Any] = {
     "downsample_factor": 2,
@@ -31,10 +31,10 @@ _SETTINGS: Mapping[str, Any] = {
 }
 _KINDS = {
     **each(FLAG, "do_image_splitting", "use_thumbnail"),
-    **each(whole(1, 64), "downsample_factor", "min_tiles", "max_tiles"),
-    **each(whole(1, 1 << 16), "min_image_tokens", "max_image_tokens", "encoder_patch_size", "tile_size"),
+    **each(integer(1, 64), "downsample_factor", "min_tiles", "max_tiles"),
+    **each(integer(1, 1 << 16), "min_image_tokens", "max_image_tokens", "encoder_patch_size", "tile_size"),
     "max_pixels_tolerance": number(0, 1e3),
-    **each(listed(number(0, 1)), "image_mean", "image_std"),
+    **each(list_of(number(0, 1)), "image_mean", "image_std"),
 }
 
 

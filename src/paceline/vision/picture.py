@@ -27,7 +27,7 @@ MAX_BYTES = 32 * 2**20
 _SECONDS, _MEMORY = 4.1, 2**30
 """Limits for decoding a picture of maximum size: processor time in seconds, and memory in bytes. When the size of a
 smaller picture is known, its time limit is reduced."""
-_DECODED, _IMPORTED = "paceline.vision.decoding:decoded", "paceline.vision.decoding:imported"
+_DECODED, _IMPORTED = "paceline.vision.decoding:decode_picture", "paceline.vision.decoding:import_decoders"
 _HEADER = struct.Struct(">II")
 _DATA_URL_CHARS = 500
 """Maximum number of characters in a data URL before the data."""

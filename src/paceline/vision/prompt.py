@@ -137,7 +137,7 @@ class ImagePrompt(list[int]):
                 return first
         return end
 
-    def whole(self, length: int) -> int:
+    def without_partial_image(self, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that does not end inside such an image."""
         cut = (placed.rows[0] for placed in self.images if placed.image.mutual != "none" and length in placed.rows[1:])
         return next(cut, length)

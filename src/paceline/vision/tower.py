@@ -16,7 +16,7 @@ from paceline.errors import CorruptModel, UnsupportedModel, install_line
 from paceline.files.reading import library_errors
 from paceline.vision.family import Tower, VisionFamily
 
-_AGAIN = "Fetch the model again"
+_FETCH_AGAIN = "Fetch the model again"
 
 
 def load_tower(
@@ -33,7 +33,7 @@ def load_tower(
         UnsupportedModel: If the installed transformers does not have the model.
         CorruptModel: If config, settings and tensors do not fit each other.
     """
-    with quiet(), library_errors("the vision tower cannot be loaded", _AGAIN):
+    with silence_transformers(), library_errors("the vision tower cannot be loaded", _FETCH_AGAIN):
         own = transformers.AutoConfig.for_model(**config)
         shape = own.get_text_config()
         # The language model runs elsewhere, so make transformers' language model as small as possible.
@@ -53,7 +53,9 @@ def load_tower(
         missing = [name for name in report["missing_keys"] if not name.startswith(family.language)]
         if missing or report["unexpected_keys"]:
             one = min([*missing, *report["unexpected_keys"]])
-            raise CorruptModel(f"the vision tower's tensor {one} is {'missing' if missing else 'unknown'}", _AGAIN)
+            raise CorruptModel(
+                f"the vision tower's tensor {one} is {'missing' if missing else 'unknown'}", _FETCH_AGAIN
+            )
         setattr(model, family.language, None)
         processor = _processor(family, settings)
     return Tower(model.eval().to(device), processor, own)
@@ -75,7 +77,7 @@ def _class(name: str) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Suppress transformers' messages about the language model, which is missing on purpose."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

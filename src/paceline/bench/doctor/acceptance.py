@@ -1,4 +1,4 @@
-"""Tokens per round by drafter, draft size and kind of text, either stored or observed by replaying short replies."""
+"""Tokens per round by drafter, draft budget and kind of text, either stored or observed by replaying short replies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from paceline.bench.replay.predict import size_name
-from paceline.bench.replay.run import Replayed, Replayer
+from paceline.bench.replay.predict import format_budget
+from paceline.bench.replay.run import Replayer, ReplayResult
 from paceline.bench.replay.text_target import CannotReplay
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
@@ -42,7 +42,7 @@ PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Mean values per round at one draft size.
+    """Mean values per round at one draft budget.
 
     Attributes:
         tokens: Tokens, including the target's own token.
@@ -59,7 +59,7 @@ class TextKind:
 
     Attributes:
         prompt: Mean prompt length in tokens.
-        gains: Draft size -> gain of a round.
+        gains: Draft budget -> gain of a round.
     """
 
     prompt: float
@@ -89,16 +89,16 @@ def stored_drafters(model: Loaded) -> list[str]:
     return list(_stored()["drafters"]) if model.path.name == _stored()["file"] else []
 
 
-def stored(model: Loaded, drafter: str, sizes: Sequence[DraftBudget]) -> Acceptance | None:
-    """Return a drafter's stored acceptance, or None if it does not cover all `sizes`."""
+def stored(model: Loaded, drafter: str, budgets: Sequence[DraftBudget]) -> Acceptance | None:
+    """Return a drafter's stored acceptance, or None if it does not cover all `budgets`."""
     if drafter not in stored_drafters(model):
         return None
     table = _stored()["drafters"][drafter]
-    if any(size_name(size) not in table for size in sizes):
+    if any(format_budget(budget) not in table for budget in budgets):
         return None
     kinds = {}
     for name, prompt in _stored()["prompt_tokens"].items():
-        kinds[name] = TextKind(prompt, {size: Gain(*table[size_name(size)][name]) for size in sizes})
+        kinds[name] = TextKind(prompt, {budget: Gain(*table[format_budget(budget)][name]) for budget in budgets})
     return Acceptance(kinds, f"stored, from {_stored()['questions']} Spec-Bench questions")
 
 
@@ -126,7 +126,7 @@ def write_replies(model: Loaded, prompts: Mapping[str, Sequence[str]], tokens: i
 def observe(
     model: Loaded,
     drafter: Drafter,
-    sizes: Sequence[DraftBudget],
+    budgets: Sequence[DraftBudget],
     replies: Mapping[str, Sequence[RecordedReply]],
 ) -> tuple[Acceptance, dict[DraftBudget, float]]:
     """Replay a drafter over replies.
@@ -134,22 +134,22 @@ def observe(
     Args:
         model: The target.
         drafter: The drafter.
-        sizes: Draft sizes to try.
+        budgets: Draft budgets to try.
         replies: Kind of text -> replies.
 
     Returns:
-        Acceptance, and draft size -> median time of a draft in seconds.
+        Acceptance, and draft budget -> median time of a draft in seconds.
     """
     replayer = Replayer(model)
     gains: dict[str, dict[DraftBudget, Gain]] = {kind: {} for kind in replies}
     seconds: dict[DraftBudget, float] = {}
-    for size in sizes:
+    for budget in budgets:
         times: list[float] = []
         for kind, texts in replies.items():
-            found = _replayed(replayer, model, drafter, size, texts)
-            gains[kind][size] = Gain(found.tokens / max(1, found.rounds), found.rows / max(1, found.rounds))
-            times += found.drafting
-        seconds[size] = median(times[1:] or times or [0.0])  # the first draft is a warm-up
+            found = _replayed(replayer, model, drafter, budget, texts)
+            gains[kind][budget] = Gain(found.tokens / max(1, found.rounds), found.rows / max(1, found.rounds))
+            times += found.draft_seconds
+        seconds[budget] = median(times[1:] or times or [0.0])  # the first draft is a warm-up
     kinds = {
         kind: TextKind(fmean(len(reply.prompt) for reply in texts), gains[kind]) for kind, texts in replies.items()
     }
@@ -157,12 +157,12 @@ def observe(
 
 
 def _replayed(
-    replayer: Replayer, model: Loaded, drafter: Drafter, size: DraftBudget, replies: Sequence[RecordedReply]
-) -> Replayed:
+    replayer: Replayer, model: Loaded, drafter: Drafter, budget: DraftBudget, replies: Sequence[RecordedReply]
+) -> ReplayResult:
     """Replay replies. With a drafter that runs the target's own layers, generate them again instead."""
     with suppress(CannotReplay):
-        return replayer.run(replies, drafter, size)
-    llm = LLM(model, drafter, size)
+        return replayer.run(replies, drafter, budget)
+    llm = LLM(model, drafter, budget)
     stats = [llm.generate(list(reply.prompt), reply.sampling).stats for reply in replies]
     rows = sum(max(MIN_ROWS * s.rounds, s.rounds + s.drafted) for s in stats)
-    return Replayed(stats, rows, 0.0, [s.seconds["draft"] / max(1, s.rounds) for s in stats], 0.0)
+    return ReplayResult(stats, rows, 0.0, [s.seconds["draft"] / max(1, s.rounds) for s in stats], 0.0)

@@ -33,7 +33,7 @@ class Machine(Costs):
     threads: dict[int, float]
 
     @property
-    def floor(self) -> float | None:
+    def min_pass_seconds(self) -> float | None:
         """Minimum time of a pass, which is the time to read the weights. None if unknown."""
         return self.weights / self.bandwidth if self.weights else None
 

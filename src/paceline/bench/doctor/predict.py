@@ -18,7 +18,7 @@ class Drafting:
     """Measurements of a drafter.
 
     Attributes:
-        seconds: Draft size -> time of a draft in seconds.
+        seconds: Draft budget -> time of a draft in seconds.
         acceptance: Its acceptance.
     """
 
@@ -28,16 +28,16 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Prediction of a round at one draft size.
+    """Prediction of a round at one draft budget.
 
     Attributes:
-        size: Draft size.
+        budget: Draft budget.
         gain: Tokens and rows of the round.
         drafting: Seconds of drafting.
         seconds: Seconds of the whole round.
     """
 
-    size: DraftBudget
+    budget: DraftBudget
     gain: Gain
     drafting: float
     seconds: float
@@ -55,19 +55,19 @@ class Forecast:
     Attributes:
         kind: The kind of text.
         plain: Prediction without drafts.
-        best: Prediction at the best draft size, which may be 0.
-        nearest: Prediction at the best draft size > 0.
+        best: Prediction at the best draft budget, which may be 0.
+        best_draft: Prediction at the best draft budget > 0.
         prefill: Seconds of prefilling the prompt.
     """
 
     kind: str
     plain: Prediction
     best: Prediction
-    nearest: Prediction
+    best_draft: Prediction
     prefill: float
 
     @property
-    def decode_ratio(self) -> float:
+    def decode_speedup(self) -> float:
         """Decoding speed relative to plain decoding."""
         return self.best.speed / self.plain.speed
 
@@ -81,7 +81,7 @@ class Forecast:
         return TOKENS / (self.prefill + TOKENS / choice.speed)
 
     @property
-    def ratio(self) -> float:
+    def speedup(self) -> float:
         """End-to-end speed relative to plain decoding."""
         return self.speed(self.best) / self.speed(self.plain)
 
@@ -92,18 +92,18 @@ def forecast(machine: Machine, drafting: Drafting) -> list[Forecast]:
 
 
 def _forecast(machine: Machine, drafting: Drafting, name: str, kind: TextKind) -> Forecast:
-    def predict(size: DraftBudget, gain: Gain, seconds: float) -> Prediction:
-        return Prediction(size, gain, seconds, machine.verify(gain.rows, before) + seconds + machine.host)
+    def predict(budget: DraftBudget, gain: Gain, seconds: float) -> Prediction:
+        return Prediction(budget, gain, seconds, machine.verify(gain.rows, before) + seconds + machine.host)
 
     before = kind.prompt + TOKENS / 2
     plain = predict(DraftBudget.chain(0), Gain(1.0, 1.0), 0.0)
-    choices = [predict(size, kind.gains[size], seconds) for size, seconds in drafting.seconds.items()]
-    nearest = max(choices, key=lambda choice: choice.speed)
-    best = max((plain, nearest), key=lambda choice: choice.speed)
-    return Forecast(name, plain, best, nearest, kind.prompt * machine.prefill)
+    choices = [predict(budget, kind.gains[budget], seconds) for budget, seconds in drafting.seconds.items()]
+    best_draft = max(choices, key=lambda choice: choice.speed)
+    best = max((plain, best_draft), key=lambda choice: choice.speed)
+    return Forecast(name, plain, best, best_draft, kind.prompt * machine.prefill)
 
 
-def overall(forecasts: Sequence[Forecast]) -> float:
+def overall_speedup(forecasts: Sequence[Forecast]) -> float:
     """Return the overall speed relative to plain decoding. All kinds of text have the same weight."""
     plain = sum(1 / f.speed(f.plain) for f in forecasts)
     return plain / sum(1 / f.speed(f.best) for f in forecasts)

@@ -11,10 +11,10 @@ from paceline.bench.costs import PassTimer
 from paceline.bench.doctor import advice
 from paceline.bench.doctor.acceptance import PROMPTS, observe, stored, stored_drafters, write_replies
 from paceline.bench.doctor.machine import Machine, measure_machine
-from paceline.bench.doctor.predict import Drafting, Forecast, forecast, overall
+from paceline.bench.doctor.predict import Drafting, Forecast, forecast, overall_speedup
 from paceline.bench.doctor.weights import quantised_bytes
 from paceline.bench.provenance import cpu_name
-from paceline.bench.replay.predict import size_name
+from paceline.bench.replay.predict import format_budget
 from paceline.bench.replay.run import Replayer
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Drafter
@@ -72,7 +72,7 @@ def examine(
             on_progress(f"observing {name}")
             drafting = examine_drafter(model, name, drafter, replies)
             parts.append(_drafter(name, drafting, forecast(machine, drafting)))
-    ratios = {part["drafter"]: part["ratio"] for part in parts}
+    speedups = {part["drafter"]: part["ratio"] for part in parts}
     return {
         "model": str(model.path),
         "machine": {
@@ -84,7 +84,7 @@ def examine(
         },
         "drafters": parts,
         "limits": advice.limits(machine),
-        "settings": advice.settings(machine, ratios, quantised_bytes(model), threads),
+        "settings": advice.settings(machine, speedups, quantised_bytes(model), threads),
         "warnings": advice.warnings(machine, threads),
     }
 
@@ -100,12 +100,12 @@ def examine_drafter(
         drafter: The drafter.
         replies: Kind of text -> replies.
     """
-    sizes = Controller(drafter.draft).sizes[1:]
-    known = stored(model, name, sizes)
-    observed, times = observe(model, drafter, sizes, dict(list(replies.items())[:1]) if known else replies)
+    budgets = Controller(drafter.draft).sizes[1:]
+    known = stored(model, name, budgets)
+    observed, times = observe(model, drafter, budgets, dict(list(replies.items())[:1]) if known else replies)
     first = next(iter(replies.values()))[0]
-    slower = Replayer(model).slowdown(first, lambda: drafter, sizes[-1], PassTimer(model.target)).draft
-    return Drafting({size: slower * seconds for size, seconds in times.items()}, known or observed)
+    slower = Replayer(model).slowdown(first, lambda: drafter, budgets[-1], PassTimer(model.target)).draft
+    return Drafting({budget: slower * seconds for budget, seconds in times.items()}, known or observed)
 
 
 def _timings(machine: Machine) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def _timings(machine: Machine) -> dict[str, Any]:
         "host_ms": 1e3 * machine.host,
         "read_gb_per_second": machine.bandwidth / 1e9,
         "weight_bytes": machine.weights,
-        "floor_ms": 1e3 * machine.floor if machine.floor else None,
-        "bandwidth_reached": machine.floor / machine.one_row if machine.floor else None,
+        "floor_ms": 1e3 * machine.min_pass_seconds if machine.min_pass_seconds else None,
+        "bandwidth_reached": machine.min_pass_seconds / machine.one_row if machine.min_pass_seconds else None,
         "pass_ms_by_threads": {count: 1e3 * s for count, s in machine.threads.items()},
     }
 
@@ -125,9 +125,9 @@ def _timings(machine: Machine) -> dict[str, Any]:
 def _drafter(name: str, drafting: Drafting, forecasts: Sequence[Forecast]) -> dict[str, Any]:
     return {
         "drafter": name,
-        "draft_ms": {size_name(size): 1e3 * s for size, s in drafting.seconds.items()},
+        "draft_ms": {format_budget(budget): 1e3 * s for budget, s in drafting.seconds.items()},
         "acceptance": drafting.acceptance.source,
-        "ratio": overall(forecasts),
+        "ratio": overall_speedup(forecasts),
         "kinds": {f.kind: _kind(f) for f in forecasts},
         "reasons": advice.reasons(forecasts, name),
     }
@@ -135,10 +135,10 @@ def _drafter(name: str, drafting: Drafting, forecasts: Sequence[Forecast]) -> di
 
 def _kind(f: Forecast) -> dict[str, Any]:
     return {
-        "draft": size_name(f.best.size),
+        "draft": format_budget(f.best.budget),
         "tokens_per_round": f.best.gain.tokens,
-        "ratio": f.ratio,
-        "decode_ratio": f.decode_ratio,
+        "ratio": f.speedup,
+        "decode_ratio": f.decode_speedup,
         "tokens_per_second": f.speed(f.best),
         "plain_tokens_per_second": f.speed(f.plain),
         "first_token_ms": 1e3 * f.first,

@@ -10,8 +10,8 @@ from typing import Any
 
 from paceline.bench.costs import Costs, PassTimer, measure_costs
 from paceline.bench.figures import ratio_of_sums, rounds
-from paceline.bench.replay.prices import MeasuredPrices, Reread
-from paceline.bench.replay.run import Replayed, Replayer, Slowdown
+from paceline.bench.replay.prices import MeasuredPrices, ReplyLogits
+from paceline.bench.replay.run import Replayer, ReplayResult, Slowdown
 from paceline.checkpoints.head_files import open_head
 from paceline.checkpoints.head_fit import same_target
 from paceline.checkpoints.loader import Loaded, load_model
@@ -24,72 +24,80 @@ from paceline.recording.file import header_of
 from paceline.recording.rows import RecordedReply, RecordingHeader
 from paceline.types import DraftBudget
 
-SAME = 0.9
-"""Minimum share of a recorded reply's tokens that the target must choose again."""
+MIN_REPRODUCED_SHARE = 0.9
+"""Minimum share of a recorded reply's tokens that the loaded model must choose again. If the share is lower, the
+recording belongs to another model, and `measure_prices` raises an error."""
 
 
-def size_name(size: DraftBudget | None) -> str:
-    """Format a draft size as for --draft. None is "auto"."""
-    if size is None:
+def format_budget(budget: DraftBudget | None) -> str:
+    """Format a draft budget as the option --draft takes it: "auto" for None, "4" for a chain, "24x6x4" for a tree."""
+    if budget is None:
         return "auto"
-    return str(size.nodes) if size.branch == 1 else f"{size.nodes}x{size.depth}x{size.branch}"
+    return str(budget.nodes) if budget.branch == 1 else f"{budget.nodes}x{budget.depth}x{budget.branch}"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter and its draft size. None lets the controller choose the size."""
+    """A drafter and its draft budget per round. A controller chooses the budget if it is None."""
 
     drafter: str
-    size: DraftBudget | None = None
+    budget: DraftBudget | None = None
 
     @property
     def name(self) -> str:
-        """The candidate in the format of `paceline bench --drafters`."""
-        return self.drafter if self.size is None else f"{self.drafter}@{size_name(self.size)}"
+        """The candidate as `paceline bench --drafters` takes it, such as "eagle3@24x6x4"."""
+        return self.drafter if self.budget is None else f"{self.drafter}@{format_budget(self.budget)}"
 
     @property
     def options(self) -> str:
-        """The candidate as options of other commands."""
-        return f"--drafter {self.drafter}" + ("" if self.size is None else f" --draft {size_name(self.size)}")
+        """The candidate as command-line options, such as "--drafter eagle3 --draft 24x6x4"."""
+        return f"--drafter {self.drafter}" + ("" if self.budget is None else f" --draft {format_budget(self.budget)}")
 
 
 @dataclass(frozen=True)
 class CandidatePrediction:
-    """A replay with a drafter, and the replay of plain decoding over the same replies."""
+    """The predicted speed of a candidate, compared with plain decoding.
+
+    Attributes:
+        candidate: The candidate.
+        replay: Result of replaying the replies with the candidate.
+        plain: Result of replaying the same replies with plain decoding.
+    """
 
     candidate: Candidate
-    replayed: Replayed
-    plain: Replayed
+    replay: ReplayResult
+    plain: ReplayResult
 
     @cached_property
-    def ratio(self) -> dict[str, float]:
-        """Speed relative to plain decoding over all replies, {"value", "low", "high"} at 95 %."""
-        return ratio_of_sums(self.plain.shares, self.replayed.shares)
+    def speedup(self) -> dict[str, float]:
+        """Speed relative to plain decoding over all replies with its 95% interval, {"value", "low", "high"}."""
+        return ratio_of_sums(self.plain.reply_seconds, self.replay.reply_seconds)
 
     @property
-    def decode_ratio(self) -> float:
-        """Speed relative to plain decoding without prefill, for one reply at a time."""
-        plain, own = (
-            sum(s.seconds[phase] for s in replayed.stats for phase in ("draft", "verify", "commit"))
-            for replayed in (self.plain, self.replayed)
+    def decode_speedup(self) -> float:
+        """Decoding speed relative to plain decoding. Both speeds exclude prefill. In a batch, they are the speeds of a
+        single reply."""
+        plain, drafted = (
+            sum(s.seconds[phase] for s in replay.stats for phase in ("draft", "verify", "commit"))
+            for replay in (self.plain, self.replay)
         )
-        return plain / own if own else 1.0
+        return plain / drafted if drafted else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON."""
-        inside = rounds(self.replayed.stats) or {}
+        inside = rounds(self.replay.stats) or {}
         return {
             "drafter": self.candidate.drafter,
-            "draft": size_name(self.candidate.size),
-            "exact": self.candidate.size is not None,
+            "draft": format_budget(self.candidate.budget),
+            "exact": self.candidate.budget is not None,
             **{name: inside[name] for name in ("tokens_per_round", "drafted_per_round", "acceptance", "accepted_at")},
             "milliseconds": {name: x for name, x in inside["milliseconds"].items() if name != "other"},
-            "tokens_per_second": self.replayed.tokens / max(self.replayed.seconds, 1e-12),
+            "tokens_per_second": self.replay.tokens / max(self.replay.seconds, 1e-12),
             "plain_tokens_per_second": self.plain.tokens / max(self.plain.seconds, 1e-12),
-            "ratio": self.ratio,
-            "decode_ratio": self.decode_ratio,
-            "predicted_seconds": self.replayed.seconds,
-            "replay_seconds": self.replayed.took,
+            "ratio": self.speedup,
+            "decode_ratio": self.decode_speedup,
+            "predicted_seconds": self.replay.seconds,
+            "replay_seconds": self.replay.replay_seconds,
         }
 
 
@@ -99,8 +107,8 @@ def check_model(header: RecordingHeader, model: Loaded) -> None:
         raise InvalidData(f"the recording belongs to another model, {header.model}", "Pass that model with --model")
 
 
-def measured(model: Loaded, reply: RecordedReply, width: int) -> MeasuredPrices:
-    """Measure prices on this machine.
+def measure_prices(model: Loaded, reply: RecordedReply, width: int) -> MeasuredPrices:
+    """Measure the times that a replay charges on this machine.
 
     Args:
         model: The model.
@@ -108,16 +116,16 @@ def measured(model: Loaded, reply: RecordedReply, width: int) -> MeasuredPrices:
         width: Number of replies that share passes.
 
     Raises:
-        InvalidData: If the model writes another text than the recorded reply.
+        InvalidData: If the model does not reproduce the recorded reply (see `MIN_REPRODUCED_SHARE`).
     """
-    reread = Reread.of(model, reply)
-    share = reread.agreement(model)
-    if share < SAME:
+    logits = ReplyLogits.of(model, reply)
+    share = logits.reproduced_share(model)
+    if share < MIN_REPRODUCED_SHARE:
         raise InvalidData(
             f"{model.path} chooses only {share:.0%} of the tokens of a recorded reply, so another model was recorded",
             "Use the model that was recorded, with the same --quantize and --adapter",
         )
-    return MeasuredPrices(model, measure_costs(model, most=16 * width), reread)
+    return MeasuredPrices(model, measure_costs(model, most=16 * width), logits)
 
 
 @dataclass
@@ -142,7 +150,7 @@ class Predictor:
     prefix_bytes: int = 0
     states: Path | None = None
     _slow: dict[str, Slowdown] = field(default_factory=dict)
-    _plain: dict[tuple[int, ...], Replayed] = field(default_factory=dict)
+    _plain: dict[tuple[int, ...], ReplayResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._replayer = Replayer(self.model, self.prices, self.width, self.prefix_bytes, states=self.states)
@@ -185,8 +193,8 @@ class Predictor:
         key = tuple(map(id, replies))
         if key not in self._plain:
             self._plain[key] = self._replayer.run(replies)
-        name, size = candidate.drafter, candidate.size
+        name, budget = candidate.drafter, candidate.budget
         if name not in self._slow:
-            self._slow[name] = self._replayer.slowdown(replies[0], partial(self.make, name), size, self._probe)
-        replayed = self._replayer.run(replies, self.make(name), size, self._slow[name], on_reply=on_reply)
-        return CandidatePrediction(candidate, replayed, self._plain[key])
+            self._slow[name] = self._replayer.slowdown(replies[0], partial(self.make, name), budget, self._probe)
+        replay = self._replayer.run(replies, self.make(name), budget, self._slow[name], on_reply=on_reply)
+        return CandidatePrediction(candidate, replay, self._plain[key])

@@ -1,4 +1,4 @@
-"""Prices of the parts that a replay does not run: the target's passes and choosing tokens."""
+"""Prices of the parts that a replay does not run: the target's passes and the choice of tokens."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from paceline.verify.tree import PREFILL_ROWS, pack_prefix
 
 _CHOICES = 9
 """Number of choices to time for a price."""
-_KINDS = 16
+_MAX_TIMED_PARAMETERS = 16
 """Maximum number of different sampling parameters to time. All others get the mean price of these."""
-_REREAD = 64
-"""Number of tokens of a reply that the target reads again."""
+_MAX_ROWS = 64
+"""Maximum number of a reply's tokens for which logits are computed."""
 
 
 class Prices(Protocol):
@@ -53,7 +53,7 @@ class Prices(Protocol):
         """Return the price of choosing a token from logits."""
 
 
-class Free:
+class FreePrices:
     """All prices are 0. With fixed draft sizes, the counts of a replay do not depend on prices."""
 
     position_bytes = 1
@@ -74,7 +74,7 @@ class MeasuredPrices:
 
     model: Loaded
     costs: Costs
-    reread: Reread
+    reply_logits: ReplyLogits
     position_bytes: int = field(init=False)
     _choices: dict[Sampling, float] = field(default_factory=dict)
 
@@ -93,22 +93,22 @@ class MeasuredPrices:
     def choice(self, sampling: Sampling) -> float:
         kind = replace(sampling, seed=0, max_new_tokens=2**31, min_new_tokens=0, stop=(), stop_token_ids=())
         if kind not in self._choices:
-            if len(self._choices) >= _KINDS:
+            if len(self._choices) >= _MAX_TIMED_PARAMETERS:
                 return fmean(self._choices.values())
-            self._choices[kind] = self.reread.choosing(self.model, kind)
+            self._choices[kind] = self.reply_logits.choice_seconds(self.model, kind)
         return self._choices[kind]
 
 
 @dataclass(frozen=True, slots=True)
-class Reread:
+class ReplyLogits:
     """A recorded reply with the target's logits [n, V] for its first n tokens."""
 
     reply: RecordedReply
     logits: Tensor
 
     @staticmethod
-    def of(model: Loaded, reply: RecordedReply, count: int = _REREAD) -> Reread:
-        """Feed a recorded text to the target and keep the logits."""
+    def of(model: Loaded, reply: RecordedReply, count: int = _MAX_ROWS) -> ReplyLogits:
+        """Run the recorded text through the target to compute the logits of its first `count` reply tokens."""
         count = min(count, len(reply.reply))
         start, target = len(reply.prompt) - 1, model.target
         tokens = reply.token_ids[: start + count]
@@ -122,10 +122,10 @@ class Reread:
                 cache.commit(rows, [range(1, len(chunk))])
             rows = pack_prefix(list(tokens[start:]), slot, start, target.device)
             logits = target.forward(rows, cache, Want("all")).logits[0, :count].clone()
-        return Reread(reply, logits)
+        return ReplyLogits(reply, logits)
 
-    def agreement(self, model: Loaded) -> float:
-        """Return the share of these tokens that the target chooses again.
+    def reproduced_share(self, model: Loaded) -> float:
+        """Return the share of these reply tokens that the model chooses again, with the recorded sampling parameters.
 
         If it is not close to 1, another model was recorded.
         """
@@ -133,7 +133,7 @@ class Reread:
         chosen = [sampler.choose(self._prefix(i), row) for i, row in enumerate(self.logits)]
         return fmean(float(a == b) for a, b in zip(chosen, self.reply.reply, strict=False))
 
-    def choosing(self, model: Loaded, sampling: Sampling) -> float:
+    def choice_seconds(self, model: Loaded, sampling: Sampling) -> float:
         """Return the time of choosing a token with these parameters, in seconds."""
         sampler = sampling.sampler(0, LLM(model).vocabulary)
         seconds = []

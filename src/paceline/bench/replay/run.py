@@ -12,7 +12,7 @@ from statistics import median
 from torch import Tensor
 
 from paceline.bench.costs import PassTimer
-from paceline.bench.replay.prices import Free, Prices
+from paceline.bench.replay.prices import FreePrices, Prices
 from paceline.bench.replay.text_target import CannotReplay, TargetStates, TextSampler, TextTarget, VirtualClock
 from paceline.checkpoints.loader import Loaded
 from paceline.drafters.base import Ask, Drafter
@@ -29,9 +29,9 @@ from paceline.recording.rows import RecordedReply
 from paceline.sampling.parameters import Sampling
 from paceline.types import Draft, DraftBudget, Tap, Verdict
 
-_PAIRED = 64
+_TIMED_TOKENS = 64
 """Number of tokens of a reply over which drafting is timed, with and without passes between the drafts."""
-_SLOWEST = 4.0
+_MAX_SLOWDOWN = 4.0
 """Maximum slowdown of passes and drafts by each other. Larger measurements are noise."""
 
 
@@ -52,22 +52,22 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayResult:
     """Result of a replay.
 
     Attributes:
         stats: Statistics of each reply. Their times are predictions.
         rows: Total rows of all verifying passes.
         seconds: Predicted time of all replies.
-        drafting: Measured time of each draft in seconds.
-        took: Duration of the replay itself in seconds.
+        draft_seconds: Measured time of each draft.
+        replay_seconds: Duration of the replay itself.
     """
 
     stats: list[Stats]
     rows: int
     seconds: float
-    drafting: list[float]
-    took: float
+    draft_seconds: list[float]
+    replay_seconds: float
 
     @property
     def tokens(self) -> int:
@@ -80,27 +80,27 @@ class Replayed:
         return sum(s.rounds for s in self.stats)
 
     @property
-    def shares(self) -> list[float]:
-        """Time of each reply in seconds. In a batch, it is the reply's share of the total time."""
-        own = [sum(seconds for phase, seconds in s.seconds.items() if phase != "other") for s in self.stats]
-        return [self.seconds * x / max(sum(own), 1e-12) for x in own]
+    def reply_seconds(self) -> list[float]:
+        """Predicted time of each reply. In a batch, the total time is divided among the replies."""
+        work = [sum(seconds for phase, seconds in s.seconds.items() if phase != "other") for s in self.stats]
+        return [self.seconds * x / max(sum(work), 1e-12) for x in work]
 
 
 class ChargedDrafter(DrafterWrapper):
-    """Charges the time of the inner drafter to a virtual clock, multiplied by `slower`.
+    """Charges the time of the inner drafter to a virtual clock, multiplied by `slowdown`.
 
     Attributes:
         seconds: Measured time of each `propose`.
     """
 
-    def __init__(self, inner: Drafter, clock: VirtualClock, slower: float, timer: Timer) -> None:
+    def __init__(self, inner: Drafter, clock: VirtualClock, slowdown: float, timer: Timer) -> None:
         super().__init__(inner)
-        self._clock, self._slower, self._timer = clock, slower, timer
+        self._clock, self._slowdown, self._timer = clock, slowdown, timer
         self.seconds: list[float] = []
 
     def _charged(self, began: float) -> float:
         seconds = self._timer() - began
-        self._clock.charge(self._slower * seconds)
+        self._clock.charge(self._slowdown * seconds)
         return seconds
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
@@ -124,8 +124,8 @@ class ChargedDrafter(DrafterWrapper):
 class Replayer:
     """Replays recorded replies of a model in order.
 
-    With a fixed draft size, all counts (rounds, drafted tokens, accepted tokens by depth) are the same as for real
-    replies with the same drafter. If a controller chooses the sizes, it depends on prices, so the counts are
+    With a fixed draft budget, all counts (rounds, drafted tokens, accepted tokens by depth) are the same as for real
+    replies with the same drafter. If a controller chooses the budgets, they depend on prices, so the counts are
     predictions too.
     """
 
@@ -148,7 +148,7 @@ class Replayer:
             timer: Clock that measures drafting.
             states: Folder of hidden states that were stored with the recording.
         """
-        self._model, self._prices, self._width = model, prices or Free(), width
+        self._model, self._prices, self._width = model, prices or FreePrices(), width
         self._prefix_bytes, self._timer = prefix_bytes, timer
         self._vocabulary = LLM(model).vocabulary
         self._states = TargetStates(model.target, states)
@@ -157,19 +157,19 @@ class Replayer:
         self,
         replies: Sequence[RecordedReply],
         drafter: Drafter | None = None,
-        size: DraftBudget | None = None,
+        budget: DraftBudget | None = None,
         slowdown: Slowdown = Slowdown(),
-        between: Callable[[int], object] = lambda rows: None,
+        on_verify: Callable[[int], object] = lambda rows: None,
         on_reply: Callable[[], object] = lambda: None,
-    ) -> Replayed:
+    ) -> ReplayResult:
         """Replay replies.
 
         Args:
             replies: Recorded replies.
             drafter: A new drafter, or None for plain decoding.
-            size: Draft size. None lets the controller choose.
+            budget: Draft budget per round. A controller chooses it if it is None.
             slowdown: Slowdown of drafts and passes.
-            between: Called with the number of rows in every verifying pass.
+            on_verify: Called with the number of rows in every verifying pass.
             on_reply: Called after each reply.
 
         Raises:
@@ -180,17 +180,17 @@ class Replayer:
             raise CannotReplay
         began, clock = self._timer(), VirtualClock()
         target = TextTarget(self._model.target, self._states, self._prices, clock, slowdown.verify)
-        target.between = between
+        target.on_verify = on_verify
         charged = ChargedDrafter(drafter, clock, slowdown.draft, self._timer) if drafter else None
-        engine = Engine(target, charged, size, clock)
+        engine = Engine(target, charged, budget, clock)
         if self._prefix_bytes:
-            engine.prefixes = PrefixCache(self._prefix_bytes, LLM(self._model).engine.seamless)
+            engine.prefixes = PrefixCache(self._prefix_bytes, LLM(self._model).engine.chunk_invariant)
         tasks = [Task(partial(self._start, engine, target, clock, reply)) for reply in replies]
         for _, chunk in Batch(engine, tasks, self._width):
             if chunk.finish_reason:
                 on_reply()
         stats = [task.request.stats for task in tasks if task.request]
-        return Replayed(stats, target.rows, clock.now, charged.seconds if charged else [], self._timer() - began)
+        return ReplayResult(stats, target.rows, clock.now, charged.seconds if charged else [], self._timer() - began)
 
     def _start(
         self, engine: Engine, target: TextTarget, clock: VirtualClock, reply: RecordedReply, source: Request | None
@@ -200,13 +200,13 @@ class Replayer:
             sampling.sampler(reply.sample, self._vocabulary), text, self._prices.choice(sampling), clock
         )
         stats = Stats(sampler.noise.seed, "bits", engine.policies.default.drafter, timer=clock)
-        stream = TextStream(_until(reply), (), lambda ids: "", target.context_length - len(reply.prompt))
+        stream = TextStream(_stop_at_recorded_end(reply), (), lambda ids: "", target.context_length - len(reply.prompt))
         request = engine.start(reply.prompt, sampler, stream, stats)
-        target.hold(request.slot, text)
+        target.set_text(request.slot, text)
         return request
 
     def slowdown(
-        self, reply: RecordedReply, make: Callable[[], Drafter | None], size: DraftBudget | None, probe: PassTimer
+        self, reply: RecordedReply, make: Callable[[], Drafter | None], budget: DraftBudget | None, probe: PassTimer
     ) -> Slowdown:
         """Measure how much drafts and passes slow each other down.
 
@@ -215,33 +215,35 @@ class Replayer:
         Args:
             reply: A recorded reply.
             make: Creates a new drafter.
-            size: Draft size.
+            budget: Draft budget per round. None for the drafter's maximum.
             probe: Timed passes of the target.
 
         Returns:
             The slowdown. It is 1 if the drafter cannot be replayed.
         """
-        drafter, short, passes = make(), [replace(reply, reply=reply.reply[:_PAIRED])], list[float]()
+        drafter, short, passes = make(), [replace(reply, reply=reply.reply[:_TIMED_TOKENS])], list[float]()
         if drafter is None:
             return Slowdown()
 
-        def between(rows: int) -> None:
+        def on_verify(rows: int) -> None:
             passes.append(probe.verify(rows) / max(probe.verify(rows), 1e-9))
 
         try:
-            cold = self.run(short, drafter, size or drafter.draft, between=between).drafting
-            hot = self.run(short, make(), size or drafter.draft).drafting
+            cold = self.run(short, drafter, budget or drafter.draft, on_verify=on_verify).draft_seconds
+            hot = self.run(short, make(), budget or drafter.draft).draft_seconds
         except CannotReplay:
             return Slowdown()
-        return Slowdown(_typical(a / b for a, b in zip(cold, hot, strict=False) if b > 0), _typical(passes))
+        return Slowdown(
+            _limited_median(a / b for a, b in zip(cold, hot, strict=False) if b > 0), _limited_median(passes)
+        )
 
 
-def _typical(ratios: Iterable[float]) -> float:
+def _limited_median(ratios: Iterable[float]) -> float:
     """Return the median of ratios, limited to 1 to `_SLOWEST`."""
-    return min(_SLOWEST, max(1.0, median([*ratios] or [1.0])))
+    return min(_MAX_SLOWDOWN, max(1.0, median([*ratios] or [1.0])))
 
 
-def _until(reply: RecordedReply) -> Sampling:
+def _stop_at_recorded_end(reply: RecordedReply) -> Sampling:
     """Return stop conditions that end a reply at its recorded end, with the recorded limit of tokens."""
     count = len(reply.reply)
     return Sampling(

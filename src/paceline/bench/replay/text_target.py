@@ -202,26 +202,26 @@ class TextTarget:
 
     Attributes:
         rows: Total rows of all verifying passes so far.
-        between: Called with the number of rows in every verifying pass.
+        on_verify: Called with the number of rows in every verifying pass.
     """
 
     device = torch.device("cpu")
 
     def __init__(
-        self, target: Target, states: TargetStates, prices: Prices, clock: VirtualClock, slower: float
+        self, target: Target, states: TargetStates, prices: Prices, clock: VirtualClock, slowdown: float
     ) -> None:
-        """Stand in for `target`. The price of a verifying pass is multiplied by `slower`."""
-        self.vocab_size, self.context_length, self._slower = target.vocab_size, target.context_length, slower
+        """Stand in for `target`. The price of a verifying pass is multiplied by `slowdown`."""
+        self.vocab_size, self.context_length, self._slowdown = target.vocab_size, target.context_length, slowdown
         self._fit, self._states, self._prices, self._clock = fit_of(target), states, prices, clock
         self._texts: dict[int, Sequence[int]] = {}
         self._seen: dict[int, Mapping[Tap, Tensor]] = {}
         self.rows = 0
-        self.between: Callable[[int], object] = lambda rows: None
+        self.on_verify: Callable[[int], object] = lambda rows: None
 
     def new_cache(self) -> TextCache:
         return TextCache(self._fit, self._prices.position_bytes)
 
-    def hold(self, slot: int, text: Sequence[int]) -> None:
+    def set_text(self, slot: int, text: Sequence[int]) -> None:
         """Set the text of a slot."""
         self._texts[slot] = text
         self._seen.pop(slot, None)
@@ -233,9 +233,9 @@ class TextTarget:
         if rows.prefill:
             self._clock.charge(self._prices.prefill(count, rows.lengths[0]))
         else:
-            self._clock.charge(self._slower * self._prices.round(count, rows.lengths))
+            self._clock.charge(self._slowdown * self._prices.round(count, rows.lengths))
             self.rows += max(MIN_ROWS, count)
-            self.between(count)
+            self.on_verify(count)
         return Forward(torch.empty(*rows.tokens.shape, 0), self._taps(rows, want.taps))
 
     def _taps(self, rows: Rows, taps: tuple[Tap, ...]) -> dict[Tap, Tensor]:

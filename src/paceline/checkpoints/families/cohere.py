@@ -11,8 +11,8 @@ from typing import Any
 
 from paceline.checkpoints.family import LAYER, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, has_part, layer_types
-from paceline.checkpoints.layer_plans import windows_but_every
-from paceline.files.schema import EPS, FACTOR, FLAG, NULL, TOKENS, whole
+from paceline.checkpoints.layer_plans import windows_except_every
+from paceline.files.schema import EPS, FACTOR, FLAG, NULL, TOKENS, integer
 from paceline.models.config import ModelConfig, NormConfig
 
 
@@ -28,7 +28,7 @@ def _cohere(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _cohere2(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add windows to three layers out of four. Only these layers encode positions."""
-    return _command(raw, windows_but_every(raw, base, raw["sliding_window_pattern"], base.rope, None))
+    return _command(raw, windows_except_every(raw, base, raw["sliding_window_pattern"], base.rope, None))
 
 
 def _factors(meta: Metadata, config: Config) -> Config:
@@ -56,7 +56,7 @@ _KEYS = {
     "logit_scale": FACTOR,
     "use_qk_norm": FLAG | NULL,
     "model_max_length": TOKENS | NULL,
-    "sliding_window_pattern": whole(1),
+    "sliding_window_pattern": integer(1),
 }
 
 FAMILIES = (

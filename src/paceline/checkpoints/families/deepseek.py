@@ -14,22 +14,22 @@ from paceline.checkpoints.family import LAYER, Family, GGUFLayout, Raw, experts_
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import (
-    CORRECT,
     EXPERT_COUNT,
     EXPERTS,
     FACTOR,
+    FIX_INVALID_FILE,
     FLAG,
     LAYERS,
-    MOST_ROWS,
+    MAX_ROWS,
     NULL,
     ROWS,
     SIZE,
     TEXT,
     FieldKind,
     each,
-    listed,
+    integer,
+    list_of,
     number,
-    whole,
 )
 from paceline.models.config import AttentionConfig, Groups, LatentConfig, LayerConfig, MixtureConfig, ModelConfig
 from paceline.models.rope import scaling_of
@@ -39,22 +39,22 @@ BIAS = {"exp_probs_b.bias": "mlp.expert_bias"}
 """Name, in GGUF files, of the bias of the experts' scores. In folders, its name is `SCORE_BIAS`."""
 GROUPED_KEYS: dict[str, FieldKind] = {
     **each(EXPERT_COUNT | NULL, "num_experts_per_tok", "n_group", "topk_group"),
-    **each(whole(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
+    **each(integer(0, EXPERTS) | NULL, "n_routed_experts", "n_shared_experts"),
     "moe_intermediate_size": ROWS,
-    "first_k_dense_replace": whole(0, LAYERS) | NULL,
-    "moe_layer_freq": whole(1),
+    "first_k_dense_replace": integer(0, LAYERS) | NULL,
+    "moe_layer_freq": integer(1),
     "routed_scaling_factor": FACTOR,
     "norm_topk_prob": FLAG | NULL,
     "scoring_func": TEXT,
     "topk_method": TEXT,
-    "mlp_layer_types": listed(TEXT) | NULL,
+    "mlp_layer_types": list_of(TEXT) | NULL,
 }
 """Config keys of mixtures whose experts are in groups."""
 _KEYS = {
     **GROUPED_KEYS,
-    **each(whole(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
-    "qk_rope_head_dim": whole(2, 2**16),
-    "q_lora_rank": whole(0, 2**16) | NULL,
+    **each(integer(1, 2**16), "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
+    "qk_rope_head_dim": integer(2, 2**16),
+    "q_lora_rank": integer(0, 2**16) | NULL,
     "rope_interleave": FLAG | NULL,
 }
 _COMMON: dict[str, Any] = {
@@ -126,15 +126,17 @@ def _deepseek(raw: Raw, base: ModelConfig, sigmoid: bool = True) -> ModelConfig:
         raw["qk_rope_head_dim"],
         raw["v_head_dim"],
     )
-    if base.heads * (latent.plain + latent.rotary + latent.value) > MOST_ROWS:
-        raise CorruptModel(f"{base.heads} heads of {latent} exceed the maximum of {MOST_ROWS:,} rows", CORRECT)
+    if base.heads * (latent.plain + latent.rotary + latent.value) > MAX_ROWS:
+        raise CorruptModel(f"{base.heads} heads of {latent} exceed the maximum of {MAX_ROWS:,} rows", FIX_INVALID_FILE)
     experts = read_experts(raw, sigmoid) if raw["n_routed_experts"] else None
     dense = min(base.layers, (raw["first_k_dense_replace"] or 0) if experts else base.layers)
     kinds = raw["mlp_layer_types"] or [_KINDS[False]] * dense + [_KINDS[True]] * (base.layers - dense)
     if _KINDS[True] in kinds and not experts:
-        raise CorruptModel("mlp_layer_types names sparse layers, and n_routed_experts is 0", CORRECT)
+        raise CorruptModel("mlp_layer_types names sparse layers, and n_routed_experts is 0", FIX_INVALID_FILE)
     if len(kinds) != base.layers or {*kinds} - {*_KINDS}:
-        raise CorruptModel(f"mlp_layer_types must name {base.layers} layers, each {' or '.join(_KINDS)}", CORRECT)
+        raise CorruptModel(
+            f"mlp_layer_types must name {base.layers} layers, each {' or '.join(_KINDS)}", FIX_INVALID_FILE
+        )
     scale = (latent.plain + latent.rotary) ** -0.5 * _temperature(raw, base) ** 2
     rope = replace(base.rope, interleaved=raw["rope_interleave"] is not False)
     return replace(
@@ -173,11 +175,13 @@ def read_experts(raw: Raw, sigmoid: bool = True) -> MixtureConfig:
         )
     count, used, width = raw["n_routed_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"]
     if used is None:
-        raise CorruptModel("num_experts_per_tok must be a whole number", CORRECT)
+        raise CorruptModel("num_experts_per_tok must be a whole number", FIX_INVALID_FILE)
     groups = Groups(raw["n_group"] or 1, raw["topk_group"] or 1, 2 if sigmoid else 1)
     limited = groups.used < groups.count and (sigmoid or method == "group_limited_greedy")
     if limited and (count % groups.count or used > groups.used * (count // groups.count)):
-        raise CorruptModel(f"{used} of {count} experts in {groups.used} of {groups.count} groups do not fit", CORRECT)
+        raise CorruptModel(
+            f"{used} of {count} experts in {groups.used} of {groups.count} groups do not fit", FIX_INVALID_FILE
+        )
     return MixtureConfig(
         count,
         used,
@@ -265,10 +269,10 @@ _GGUF = GGUFLayout(
     read=_read,
     keys={
         **each(SIZE, "attention.key_length_mla", "attention.value_length_mla"),
-        **each(whole(0, 2**16), "attention.q_lora_rank", "attention.kv_lora_rank"),
+        **each(integer(0, 2**16), "attention.q_lora_rank", "attention.kv_lora_rank"),
         "attention.temperature_scale": number(0, 1e9),
         "rope.scaling.yarn_log_multiplier": number(0, 1e6),
-        "expert_gating_func": whole(0, 1000),
+        "expert_gating_func": integer(0, 1000),
     },
     own_sizes=True,
 )

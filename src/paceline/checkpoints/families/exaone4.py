@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
-from paceline.checkpoints.layer_plans import SLIDING, windows_but_every
-from paceline.files.schema import NULL, whole
+from paceline.checkpoints.layer_plans import SLIDING, windows_except_every
+from paceline.files.schema import NULL, integer
 from paceline.models.config import ModelConfig, NormConfig
 
 
@@ -18,7 +18,7 @@ def _exaone4(raw: Raw, base: ModelConfig) -> ModelConfig:
     # A config may contain the default window even if the model does not use it.
     if raw["sliding_window"] is None or not every:
         return base
-    return windows_but_every(raw, base, every, base.rope, None)
+    return windows_except_every(raw, base, every, base.rope, None)
 
 
 def _read(meta: Metadata, config: Config) -> Config:
@@ -31,7 +31,7 @@ FAMILIES = (
         "exaone4",
         "EXAONE 4",
         {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
-        {"sliding_window_pattern": whole() | NULL},
+        {"sliding_window_pattern": integer() | NULL},
         _exaone4,
         gguf=(GGUFLayout("exaone4", {**LAYER, **POST_NORMS, **QK_NORMS}, read=_read),),
         goldens={

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.families.mamba2 import (
+    BAMBA_DEFAULTS,
+    BAMBA_KEYS,
     BAMBA_NAMES,
+    MAMBA_EXACT_NAMES,
     MAMBA_LAYER,
-    MAMBA_WHOLE,
-    PREFIXED,
-    PREFIXED_KEYS,
     TINY_STATE,
-    prefixed_state,
+    bamba_state,
     read_state,
 )
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.errors import CorruptModel
-from paceline.files.schema import CORRECT, DECODER, FACTOR, FLAG, MOST_ROWS, NULL, ROWS, check, sized
+from paceline.files.schema import DECODER, FACTOR, FIX_INVALID_FILE, FLAG, MAX_ROWS, NULL, ROWS, check, list_of_length
 from paceline.kernels.quantize import Codes
 from paceline.kernels.stored import Stored
 from paceline.models.config import LayerConfig, ModelConfig
@@ -31,13 +31,13 @@ from paceline.models.lazy import Renamed
 
 Multiplier = Sequence[tuple[int, float]]
 """The factors for the rows of a tensor: pairs of a number of rows and their factor, in order."""
-_ANY_ROWS = MOST_ROWS
+_ANY_ROWS = MAX_ROWS
 _FACTORS = (
     *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
     *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
 )
 _DEFAULTS: dict[str, Any] = {
-    **PREFIXED,
+    **BAMBA_DEFAULTS,
     **dict.fromkeys(_FACTORS, 1.0),
     "mlp_multipliers": None,
     "ssm_multipliers": None,
@@ -46,17 +46,17 @@ _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 _KEYS = {
-    **PREFIXED_KEYS,
+    **BAMBA_KEYS,
     **dict.fromkeys(_FACTORS, FACTOR),
     "mamba_d_ssm": ROWS | NULL,
     "mamba_norm_before_gate": FLAG,
-    "mlp_multipliers": sized(FACTOR, 2) | NULL,
-    "ssm_multipliers": sized(FACTOR, 5) | NULL,
+    "mlp_multipliers": list_of_length(FACTOR, 2) | NULL,
+    "ssm_multipliers": list_of_length(FACTOR, 5) | NULL,
 }
 
 
 def _falcon_h1(raw: Raw, base: ModelConfig) -> ModelConfig:
-    state = replace(prefixed_state(raw, base), norm_first=raw["mamba_norm_before_gate"])
+    state = replace(bamba_state(raw, base), norm_first=raw["mamba_norm_before_gate"])
     return replace(
         base,
         special=(LayerConfig(base.rope, recurrent=state),) * base.layers,
@@ -76,7 +76,7 @@ def multipliers(raw: Raw) -> dict[str, Multiplier]:
     raw = {**_DEFAULTS, **raw}
     check("config.json", raw, {**DECODER, **_KEYS})
     if "hidden_size" not in raw:
-        raise CorruptModel("config.json of a falcon_h1 model lacks 'hidden_size'", CORRECT)
+        raise CorruptModel("config.json of a falcon_h1 model lacks 'hidden_size'", FIX_INVALID_FILE)
     key, into, out = (raw[f"{x}_multiplier"] for x in ("key", "attention_in", "attention_out"))
     gate, down = raw["mlp_multipliers"] or (1.0, 1.0)
     values = raw["mamba_d_ssm"] or raw["mamba_expand"] * raw["hidden_size"]
@@ -152,7 +152,7 @@ FAMILIES = (
             GGUFLayout(
                 "falcon-h1",
                 MAMBA_LAYER,
-                whole={**MAMBA_WHOLE, "ffn_norm": "post_attention_layernorm.weight"},
+                exact_names={**MAMBA_EXACT_NAMES, "ffn_norm": "post_attention_layernorm.weight"},
                 read=_read,
             ),
         ),

@@ -7,8 +7,8 @@ from dataclasses import replace
 from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
-from paceline.checkpoints.layer_plans import FULL, SLIDING, windows_but_every
-from paceline.files.schema import BASE, FACTOR, TEXT, whole
+from paceline.checkpoints.layer_plans import FULL, SLIDING, windows_except_every
+from paceline.files.schema import BASE, FACTOR, TEXT, integer
 from paceline.models.config import AttentionConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.rope import read_rope
 
@@ -39,7 +39,7 @@ def _gemma2(raw: Raw, base: ModelConfig, every: int = 2, local: RopeConfig | Non
         final_softcap=raw.get("final_logit_softcapping"),
         activation=raw["hidden_activation"],
     )
-    return windows_but_every(raw, base, every, local or base.rope, base.rope)
+    return windows_except_every(raw, base, every, local or base.rope, base.rope)
 
 
 def _gemma3(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -90,7 +90,7 @@ _KEYS = {
     "hidden_activation": TEXT,
     "query_pre_attn_scalar": FACTOR,
     "rope_local_base_freq": BASE,
-    "sliding_window_pattern": whole(1),
+    "sliding_window_pattern": integer(1),
 }
 _DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -109,7 +109,9 @@ FAMILIES = (
         "Gemma 1",
         {"head_dim": 256, "tie_word_embeddings": True},
         refine=_gemma,
-        gguf=(GGUFLayout("gemma", shifted=True, read=lambda meta, config: {"hidden_act": "gelu_pytorch_tanh"}),),
+        gguf=(
+            GGUFLayout("gemma", norms_include_one=True, read=lambda meta, config: {"hidden_act": "gelu_pytorch_tanh"}),
+        ),
         goldens={"gemma": {"head_dim": 16}},
     ),
     Family(
@@ -118,7 +120,7 @@ FAMILIES = (
         {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         _KEYS,
         _gemma2,
-        gguf=(GGUFLayout("gemma2", {**LAYER, **POST_NORMS}, shifted=True, read=_read2),),
+        gguf=(GGUFLayout("gemma2", {**LAYER, **POST_NORMS}, norms_include_one=True, read=_read2),),
         goldens={
             "gemma2": {**_TINY, "num_hidden_layers": 2, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 4.0}
         },
@@ -132,7 +134,7 @@ FAMILIES = (
         rope_of_full_layers,
         names={"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", **LANGUAGE},
         part_of=("gemma3",),
-        gguf=(GGUFLayout("gemma3", {**LAYER, **POST_NORMS, **QK_NORMS}, shifted=True, read=_read3),),
+        gguf=(GGUFLayout("gemma3", {**LAYER, **POST_NORMS, **QK_NORMS}, norms_include_one=True, read=_read3),),
         goldens={
             "gemma3": {**_TINY, "layer_types": [SLIDING, FULL] * 2},
             "gemma3, stretched": {

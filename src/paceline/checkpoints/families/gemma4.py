@@ -12,15 +12,15 @@ from typing import Any
 
 from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, POST_NORMS, QK_NORMS, Family, GGUFLayout, Raw
-from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Metadata, by_layer, layer_types
+from paceline.checkpoints.gguf_metadata import ROPE_FACTORS, Config, Metadata, layer_types, sizes_by_layer
 from paceline.checkpoints.layer_plans import FULL, SLIDING, read_types
 from paceline.errors import CorruptModel, UnsupportedModel
 from paceline.files.schema import (
-    CORRECT,
     EXPERT_COUNT,
+    FIX_INVALID_FILE,
     FLAG,
     LAYERS,
-    MOST_ROWS,
+    MAX_ROWS,
     NULL,
     OBJECT,
     ROWS,
@@ -29,7 +29,7 @@ from paceline.files.schema import (
     check,
     check_value,
     each,
-    whole,
+    integer,
 )
 from paceline.models.config import AttentionConfig, LayerConfig, MixtureConfig, ModelConfig, NormConfig, RopeConfig
 from paceline.models.rope import read_rope
@@ -54,7 +54,9 @@ def _gemma4(raw: Raw, base: ModelConfig) -> ModelConfig:
     if raw["enable_moe_block"]:
         sizes = [raw[key] for key in ("num_experts", "top_k_experts", "moe_intermediate_size")]
         if None in sizes:
-            raise CorruptModel("num_experts, top_k_experts and moe_intermediate_size must be whole numbers", CORRECT)
+            raise CorruptModel(
+                "num_experts, top_k_experts and moe_intermediate_size must be whole numbers", FIX_INVALID_FILE
+            )
         experts = MixtureConfig(*sizes, normalised=True, with_dense=True)
     return replace(
         base,
@@ -77,7 +79,7 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
     # A model without keys of its own is an assistant, which reads the target's keys (`assistant.py`).
     if own and not {*types[own:]} <= {*types[: max(0, own)]}:
         raise CorruptModel(
-            f"{raw['num_kv_shared_layers']} layers share keys, but no other layer has keys to share", CORRECT
+            f"{raw['num_kv_shared_layers']} layers share keys, but no other layer has keys to share", FIX_INVALID_FILE
         )
     sizes = _sizes(raw, base, types)
     ropes = {kind: _rope(raw, kind, sizes[types.index(kind)]["head_dim"]) for kind in {*types}}
@@ -142,11 +144,11 @@ def _read(meta: Metadata, config: Config) -> Config:
     """Read the sizes of both kinds of layers. A factor of at least 1e20 marks a rotary plane that does not rotate."""
     layers, types = config["num_hidden_layers"], layer_types(meta, config["num_hidden_layers"], 6)
     shared = meta.get("attention.shared_kv_layers", 0)
-    widths = by_layer(meta["feed_forward_length"], layers)
+    widths = sizes_by_layer(meta["feed_forward_length"], layers)
     double = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
     if widths not in (double, widths[:1] * layers):
         raise UnsupportedModel(f"{meta.file.path.name} has layers of different widths", "Use a uniform model")
-    heads = by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
+    heads = sizes_by_layer(meta.get("attention.head_count_kv", config["num_attention_heads"]), layers)
     factors = meta.factors(ROPE_FACTORS[0]) or [1.0]
     turning = factors.count(1.0)
     if any(factor < 1e20 for factor in factors[turning:]):
@@ -208,8 +210,8 @@ _GGUF = GGUFLayout(
     read=_read,
     keys={
         **each(SIZE, "attention.key_length_swa", "rope.dimension_count_swa"),
-        "embedding_length_per_layer_input": whole(0, 2**16),
-        "attention.shared_kv_layers": whole(0, LAYERS),
+        "embedding_length_per_layer_input": integer(0, 2**16),
+        "attention.shared_kv_layers": integer(0, LAYERS),
     },
     own_sizes=True,
 )
@@ -250,14 +252,14 @@ FAMILIES = (
         },
         {
             "hidden_activation": TEXT,
-            "sliding_window": whole(1),
+            "sliding_window": integer(1),
             "rope_parameters": OBJECT,
             **each(SIZE | NULL, "global_head_dim", "num_global_key_value_heads"),
             "use_bidirectional_attention": TEXT | NULL,
-            "hidden_size_per_layer_input": whole(0, 2**16) | NULL,
-            "vocab_size_per_layer_input": whole(0, MOST_ROWS),
+            "hidden_size_per_layer_input": integer(0, 2**16) | NULL,
+            "vocab_size_per_layer_input": integer(0, MAX_ROWS),
             **each(FLAG, "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
-            "num_kv_shared_layers": whole(0, LAYERS),
+            "num_kv_shared_layers": integer(0, LAYERS),
             "per_layer_config": OBJECT | NULL,
             **each(EXPERT_COUNT | NULL, "num_experts", "top_k_experts"),
             "moe_intermediate_size": ROWS | NULL,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from paceline.checkpoints.expert_tensors import ExpertTensors
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, Family, GGUFLayout, Raw, experts_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
-from paceline.checkpoints.layer_plans import layer_windows, layered
+from paceline.checkpoints.layer_plans import layer_windows, with_layers
 from paceline.errors import UnsupportedModel
 from paceline.files.schema import FACTOR
 from paceline.kernels.activations import LIMIT, SLOPE
@@ -25,7 +25,7 @@ def _gpt_oss(raw: Raw, base: ModelConfig) -> ModelConfig:
     )
     base = replace(base, mixture=experts, activation="clamped_swiglu", attention=AttentionConfig(sinks=True))
     windows = layer_windows(raw, base, raw["sliding_window"], lambda i: i % 2 == 0)
-    return layered(base, windows, sparse=[True] * base.layers)
+    return with_layers(base, windows, sparse=[True] * base.layers)
 
 
 def _read(meta: Metadata, config: Config) -> Config:

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 from paceline.checkpoints.families.granite import DEFAULTS, KEYS, granite, read_factors
 from paceline.checkpoints.families.mamba2 import (
+    BAMBA_DEFAULTS,
+    BAMBA_KEYS,
+    MAMBA_EXACT_NAMES,
     MAMBA_LAYER,
-    MAMBA_WHOLE,
-    PREFIXED,
-    PREFIXED_KEYS,
     TINY_STATE,
-    prefixed_state,
+    bamba_state,
     read_state,
 )
 from paceline.checkpoints.family import Family, GGUFLayout, Raw, experts_named, shared_expert_named
-from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
+from paceline.checkpoints.gguf_metadata import Config, Metadata, sizes_of_all_layers
 from paceline.checkpoints.layer_plans import read_types
-from paceline.files.schema import EXPERT_COUNT, EXPERTS, ROWS, whole
+from paceline.files.schema import EXPERT_COUNT, EXPERTS, ROWS, integer
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig
 
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
@@ -44,13 +44,13 @@ def _granite4(raw: Raw, base: ModelConfig) -> ModelConfig:
     attention = LayerConfig(rope, sparse=bool(count))
     if all(attends):
         return replace(base, special=(attention,) * base.layers)
-    state = LayerConfig(None, sparse=bool(count), recurrent=prefixed_state(raw, base), attends=False)
+    state = LayerConfig(None, sparse=bool(count), recurrent=bamba_state(raw, base), attends=False)
     return replace(base, special=tuple(attention if one else state for one in attends))
 
 
 def _read(meta: Metadata, config: Config) -> Config:
     """Read the states and the scaling factors. Layers without key heads have no attention."""
-    attends = each_layer(meta, config, "attention.head_count_kv")
+    attends = sizes_of_all_layers(meta, config, "attention.head_count_kv")
     return {
         **read_state(meta),
         **read_factors(meta, config),
@@ -78,7 +78,7 @@ FAMILIES = (
         "granitemoehybrid",
         "Granite 4",
         {
-            **PREFIXED,
+            **BAMBA_DEFAULTS,
             **DEFAULTS,
             "layer_types": None,
             "position_embedding_type": None,
@@ -87,9 +87,9 @@ FAMILIES = (
             "shared_intermediate_size": 1024,
         },
         {
-            **PREFIXED_KEYS,
+            **BAMBA_KEYS,
             **KEYS,
-            "num_local_experts": whole(0, EXPERTS),
+            "num_local_experts": integer(0, EXPERTS),
             "num_experts_per_tok": EXPERT_COUNT,
             "shared_intermediate_size": ROWS,
         },
@@ -105,7 +105,7 @@ FAMILIES = (
                 "granitehybrid",
                 {**MAMBA_LAYER, "ffn_gate_inp": "block_sparse_moe.router.layer", **shared_expert_named("mlp")},
                 experts_named("block_sparse_moe.experts"),
-                MAMBA_WHOLE,
+                MAMBA_EXACT_NAMES,
                 interleaved=True,
                 read=_read,
                 uneven=True,

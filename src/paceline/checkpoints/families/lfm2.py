@@ -8,9 +8,9 @@ from typing import Any
 from paceline.checkpoints.families.deepseek import BIAS
 from paceline.checkpoints.families.qwen import LANGUAGE
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
-from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
+from paceline.checkpoints.gguf_metadata import Config, Metadata, sizes_of_all_layers
 from paceline.checkpoints.layer_plans import FULL, read_types
-from paceline.files.schema import EPS, FACTOR, FLAG, LAYERS, MOST_ROWS, NULL, ROWS, FieldKind, listed, number, whole
+from paceline.files.schema import EPS, FACTOR, FLAG, LAYERS, MAX_ROWS, NULL, ROWS, FieldKind, integer, list_of, number
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, NormConfig, ShortConvConfig
 
 _CONV, _EXPERT = "conv", ("w1", "w3", "w2")
@@ -57,7 +57,7 @@ def _lfm2_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 def _read(meta: Metadata, config: Config) -> Config:
     """Read the sizes of convolutions. Layers without key heads have no attention."""
-    attends = each_layer(meta, config, "attention.head_count_kv")
+    attends = sizes_of_all_layers(meta, config, "attention.head_count_kv")
     return {
         "layer_types": [FULL if one else _CONV for one in attends],
         "norm_eps": config["rms_norm_eps"],
@@ -89,7 +89,7 @@ _GGUF = GGUFLayout(
     BIAS,
     {"token_embd_norm.weight": "model.norm.weight"},
     read=_read,
-    keys={"shortconv.l_cache": whole(1, 64)},
+    keys={"shortconv.l_cache": integer(1, 64)},
     uneven=True,
 )
 _NAMES = {
@@ -118,11 +118,11 @@ _DEFAULTS: dict[str, Any] = {
 }
 _KEYS: dict[str, FieldKind] = {
     "norm_eps": EPS,
-    "conv_L_cache": whole(1, 64),
-    "full_attn_idxs": listed(whole()) | NULL,
+    "conv_L_cache": integer(1, 64),
+    "full_attn_idxs": list_of(integer()) | NULL,
     "block_ff_dim": ROWS | NULL,
     "block_auto_adjust_ff_dim": FLAG,
-    "block_multiple_of": whole(1, MOST_ROWS),
+    "block_multiple_of": integer(1, MAX_ROWS),
     "block_ffn_dim_multiplier": number(0, 1e3) | NULL,
 }
 _TINY = {
@@ -166,7 +166,7 @@ FAMILIES = (
             "intermediate_size": 7168,
             "block_auto_adjust_ff_dim": False,
         },
-        {**_KEYS, **MIXTURE_KEYS, "num_dense_layers": whole(0, LAYERS), "routed_scaling_factor": FACTOR},
+        {**_KEYS, **MIXTURE_KEYS, "num_dense_layers": integer(0, LAYERS), "routed_scaling_factor": FACTOR},
         _lfm2_moe,
         names=_NAMES,
         gguf=(replace(_GGUF, architecture="lfm2moe", read=_read_moe),),

@@ -20,7 +20,7 @@ from paceline.checkpoints.family import (
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.checkpoints.layer_plans import FULL
 from paceline.errors import CorruptModel, UnsupportedModel
-from paceline.files.schema import CORRECT, EXPERTS, FLAG, LAYERS, NULL, ROWS, each, listed, number, whole
+from paceline.files.schema import EXPERTS, FIX_INVALID_FILE, FLAG, LAYERS, NULL, ROWS, each, integer, list_of, number
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig
 
 
@@ -44,7 +44,7 @@ def _layers(raw: Raw, base: ModelConfig) -> tuple[LayerConfig, ...]:
     rotates = raw["no_rope_layers"] or [(i + 1) % raw["no_rope_layer_interval"] != 0 for i in range(base.layers)]
     types = raw["layer_types"] or [_CHUNKED[not one] for one in rotates]
     if len(rotates) != base.layers or len(types) != base.layers or {*types} - {*_CHUNKED}:
-        raise CorruptModel(f"layer_types and no_rope_layers must name {base.layers} layers", CORRECT)
+        raise CorruptModel(f"layer_types and no_rope_layers must name {base.layers} layers", FIX_INVALID_FILE)
     if raw["use_qk_norm"] and dict(base.rope.scaling).get("attention_factor", 1.0) != 1.0:
         raise UnsupportedModel("norms after a rotary embedding that scales are not supported", "Use another model")
     step, chunk, given = raw["interleave_moe_layer_step"], raw["attention_chunk_size"], raw["moe_layers"]
@@ -129,16 +129,16 @@ FAMILIES = (
         },
         {
             **MIXTURE_KEYS,
-            **each(whole(0, EXPERTS), "num_local_experts", "num_experts_per_tok"),
+            **each(integer(0, EXPERTS), "num_local_experts", "num_experts_per_tok"),
             "intermediate_size_mlp": ROWS,
-            "moe_layers": listed(whole()) | NULL,
+            "moe_layers": list_of(integer()) | NULL,
             "use_qk_norm": FLAG,
-            "interleave_moe_layer_step": whole(),
-            "no_rope_layers": listed(whole(0, 1)) | NULL,
-            "no_rope_layer_interval": whole(1),
-            "attention_chunk_size": whole(1) | NULL,
-            "attn_temperature_tuning": FLAG | whole(),
-            "floor_scale": whole(1),
+            "interleave_moe_layer_step": integer(),
+            "no_rope_layers": list_of(integer(0, 1)) | NULL,
+            "no_rope_layer_interval": integer(1),
+            "attention_chunk_size": integer(1) | NULL,
+            "attn_temperature_tuning": FLAG | integer(),
+            "floor_scale": integer(1),
             "attn_scale": number(0, 1e3),
         },
         _llama4,
@@ -152,7 +152,7 @@ FAMILIES = (
                 {**LAYER, "ffn_gate_inp": "mlp.router", **shared_expert_named("mlp.shared_expert")},
                 experts_named("mlp.experts"),
                 read=_read,
-                keys={"interleave_moe_layer_step": whole(0, LAYERS)},
+                keys={"interleave_moe_layer_step": integer(0, LAYERS)},
             ),
         ),
         goldens={

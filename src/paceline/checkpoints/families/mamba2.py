@@ -8,7 +8,7 @@ from typing import Any
 from paceline.checkpoints.family import LAYER, Family, GGUFLayout, Raw
 from paceline.checkpoints.gguf_metadata import Config, Metadata
 from paceline.errors import UnsupportedModel
-from paceline.files.schema import EPS, HEAD_COUNT, NULL, FieldKind, each, listed, whole
+from paceline.files.schema import EPS, HEAD_COUNT, NULL, FieldKind, each, integer, list_of
 from paceline.models.config import LayerConfig, Mamba2Config, ModelConfig, NormConfig
 
 MIXER_NAMES = {
@@ -35,8 +35,8 @@ MAMBA_LAYER = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
-MAMBA_WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
-PREFIXED: dict[str, Any] = {
+MAMBA_EXACT_NAMES = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+BAMBA_DEFAULTS: dict[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
     "mamba_n_groups": 1,
@@ -45,12 +45,12 @@ PREFIXED: dict[str, Any] = {
     "mamba_expand": 2,
 }
 """Default sizes of states, under the keys of Bamba's configs."""
-PREFIXED_KEYS: dict[str, FieldKind] = {
+BAMBA_KEYS: dict[str, FieldKind] = {
     **each(HEAD_COUNT, "mamba_n_heads", "mamba_n_groups"),
-    "mamba_d_state": whole(1, 4096),
-    "mamba_d_conv": whole(1, 64),
-    "mamba_expand": whole(1, 64),
-    "mamba_d_head": whole(1, 4096) | FieldKind('"auto"', lambda value: value == "auto", '"auto"'),
+    "mamba_d_state": integer(1, 4096),
+    "mamba_d_conv": integer(1, 64),
+    "mamba_expand": integer(1, 64),
+    "mamba_d_head": integer(1, 4096) | FieldKind('"auto"', lambda value: value == "auto", '"auto"'),
 }
 TINY_STATE = {
     "num_attention_heads": 4,
@@ -77,7 +77,7 @@ def state_of(raw: Raw, activation: str, *, groups: int, heads: int, keys: int, v
     return Mamba2Config(groups, heads, keys, values, width)
 
 
-def prefixed_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
+def bamba_state(raw: Raw, base: ModelConfig) -> Mamba2Config:
     """Return the config of a layer's state, from a config with Bamba's keys."""
     heads, size = raw["mamba_n_heads"], raw["mamba_d_head"]
     inner = raw.get("mamba_d_ssm") or raw["mamba_expand"] * base.hidden
@@ -115,7 +115,7 @@ def _mamba2(raw: Raw, base: ModelConfig) -> ModelConfig:
 
 
 def _bamba(raw: Raw, base: ModelConfig) -> ModelConfig:
-    state = LayerConfig(None, recurrent=prefixed_state(raw, base), attends=False)
+    state = LayerConfig(None, recurrent=bamba_state(raw, base), attends=False)
     attends = raw["attn_layer_indices"] or ()
     return replace(base, special=tuple(LayerConfig(base.rope) if i in attends else state for i in range(base.layers)))
 
@@ -151,13 +151,13 @@ FAMILIES = (
         },
         {
             **each(HEAD_COUNT, "num_heads", "n_groups"),
-            **each(whole(1, 4096), "head_dim", "state_size"),
-            "conv_kernel": whole(1, 64),
+            **each(integer(1, 4096), "head_dim", "state_size"),
+            "conv_kernel": integer(1, 64),
             "layer_norm_epsilon": EPS,
         },
         _mamba2,
         names=MIXER_NAMES,
-        gguf=(GGUFLayout("mamba2", MAMBA_LAYER, whole=MAMBA_WHOLE, read=_read),),
+        gguf=(GGUFLayout("mamba2", MAMBA_LAYER, exact_names=MAMBA_EXACT_NAMES, read=_read),),
         goldens={
             "mamba-2": {"num_attention_heads": 4, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2},
             "mamba-2 with biases, one group": {
@@ -174,8 +174,8 @@ FAMILIES = (
     Family(
         "bamba",
         "Bamba",
-        {**PREFIXED, "attn_layer_indices": None, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-        {**PREFIXED_KEYS, "attn_layer_indices": listed(whole()) | NULL},
+        {**BAMBA_DEFAULTS, "attn_layer_indices": None, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+        {**BAMBA_KEYS, "attn_layer_indices": list_of(integer()) | NULL},
         _bamba,
         names=BAMBA_NAMES,
         goldens={"bamba": {**TINY_STATE, "attn_layer_indices": [1]}},

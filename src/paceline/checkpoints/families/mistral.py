@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.checkpoints.family import MIXTURE_KEYS, Family, Raw
-from paceline.checkpoints.layer_plans import layered, windows_by_type, windows_everywhere
+from paceline.checkpoints.layer_plans import windows_by_type, windows_everywhere, with_layers
 from paceline.models.config import MixtureConfig, ModelConfig
 
 
@@ -15,7 +15,7 @@ def _mixtral(raw: Raw, base: ModelConfig) -> ModelConfig:
         raw["num_local_experts"], used, base.ffn, normalised=True, block="block_sparse_moe", names=names
     )
     windows = [raw.get("sliding_window")] * base.layers
-    return layered(replace(base, mixture=experts), windows, sparse=[True] * base.layers)
+    return with_layers(replace(base, mixture=experts), windows, sparse=[True] * base.layers)
 
 
 FAMILIES = (

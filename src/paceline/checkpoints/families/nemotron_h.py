@@ -8,9 +8,9 @@ from functools import partial
 
 from paceline.checkpoints.families.deepseek import BIAS
 from paceline.checkpoints.families.granite4 import ATTENTION, MAMBA
-from paceline.checkpoints.families.mamba2 import MAMBA_LAYER, MAMBA_WHOLE, MIXER_NAMES, read_state, state_of
+from paceline.checkpoints.families.mamba2 import MAMBA_EXACT_NAMES, MAMBA_LAYER, MIXER_NAMES, read_state, state_of
 from paceline.checkpoints.family import Family, GGUFLayout, Raw, experts_named, shared_expert_named
-from paceline.checkpoints.gguf_metadata import Config, Metadata, each_layer
+from paceline.checkpoints.gguf_metadata import Config, Metadata, sizes_of_all_layers
 from paceline.checkpoints.layer_plans import read_types
 from paceline.errors import UnsupportedModel
 from paceline.files.schema import (
@@ -20,13 +20,13 @@ from paceline.files.schema import (
     FACTOR,
     FLAG,
     HEAD_COUNT,
-    MOST_ROWS,
+    MAX_ROWS,
     NULL,
     ROWS,
     TEXT,
     each,
-    listed,
-    whole,
+    integer,
+    list_of,
 )
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, NormConfig
 
@@ -77,7 +77,7 @@ def _experts(raw: Raw) -> MixtureConfig:
 def _read(meta: Metadata, config: Config, feeds: str = "mlp") -> Config:
     """Read the type of each layer. An attention layer has key heads, and a feed-forward layer has a width. All other
     layers have states."""
-    pairs = (each_layer(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    pairs = (sizes_of_all_layers(meta, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     sizes = read_state(meta, "")
     return {
         "mamba_num_heads": sizes["n_heads"],
@@ -104,10 +104,10 @@ _GGUF = GGUFLayout(
     "nemotron_h",
     {**MAMBA_LAYER, "ffn_gate_inp": "mlp.gate", **shared_expert_named("mlp.shared_experts")},
     experts_named("mlp.experts"),
-    {**MAMBA_WHOLE, **BIAS},
+    {**MAMBA_EXACT_NAMES, **BIAS},
     interleaved=True,
     read=_read,
-    keys={"moe_latent_size": whole(0, MOST_ROWS)},
+    keys={"moe_latent_size": integer(0, MAX_ROWS)},
     uneven=True,
 )
 _TINY = {
@@ -153,12 +153,12 @@ FAMILIES = (
         },
         {
             **each(HEAD_COUNT, "n_groups", "mamba_num_heads"),
-            **each(whole(1, 4096), "head_dim", "ssm_state_size", "mamba_head_dim"),
-            "conv_kernel": whole(1, 64),
+            **each(integer(1, 4096), "head_dim", "ssm_state_size", "mamba_head_dim"),
+            "conv_kernel": integer(1, 64),
             "layer_norm_epsilon": EPS,
-            "layers_block_type": listed(TEXT) | NULL,
+            "layers_block_type": list_of(TEXT) | NULL,
             "hybrid_override_pattern": TEXT | NULL,
-            "n_routed_experts": whole(0, EXPERTS),
+            "n_routed_experts": integer(0, EXPERTS),
             **each(EXPERT_COUNT, "num_experts_per_tok", "n_shared_experts", "n_group"),
             **each(ROWS, "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
             "moe_latent_size": ROWS | NULL,

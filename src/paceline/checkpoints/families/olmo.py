@@ -19,7 +19,7 @@ from paceline.checkpoints.family import (
     experts_named,
 )
 from paceline.checkpoints.gguf_metadata import Config, Metadata, layer_types
-from paceline.checkpoints.layer_plans import SLIDING, layered, windows_but_every
+from paceline.checkpoints.layer_plans import SLIDING, windows_except_every, with_layers
 from paceline.models.config import MixtureConfig, ModelConfig, NormConfig
 from paceline.models.rope import read_rope
 
@@ -32,14 +32,14 @@ def _olmo3(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add sliding windows to three layers out of four. Rope scaling does not apply to these layers."""
     own = (raw.get("rope_parameters") or {}).get(SLIDING)
     local = read_rope(own, raw, raw.get("rope_theta", base.rope.theta), base.head_dim)
-    return _olmo2(raw, windows_but_every(raw, base, 4, local, base.rope))
+    return _olmo2(raw, windows_except_every(raw, base, 4, local, base.rope))
 
 
 def _olmoe(raw: Raw, base: ModelConfig) -> ModelConfig:
     used, normalised = raw["num_experts_per_tok"], raw["norm_topk_prob"]
     experts = MixtureConfig(raw["num_experts"], used, base.ffn, normalised=normalised)
     base = replace(base, norms=NormConfig(base.norms.eps, heads="joint"), mixture=experts)
-    return layered(base, [None] * base.layers, sparse=[True] * base.layers)
+    return with_layers(base, [None] * base.layers, sparse=[True] * base.layers)
 
 
 def _read_experts(meta: Metadata, config: Config) -> Config:

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from paceline.checkpoints.family import LAYER, MIXTURE_KEYS, QK_NORMS, Family, GGUFLayout, Raw, experts_named
 from paceline.checkpoints.gguf_metadata import Config, Metadata
-from paceline.checkpoints.layer_plans import layer_windows, layered, sparse_layers
+from paceline.checkpoints.layer_plans import layer_windows, sparse_layers, with_layers
 from paceline.errors import CorruptModel
-from paceline.files.schema import CORRECT, FLAG, NULL, check_value, listed, whole
+from paceline.files.schema import FIX_INVALID_FILE, FLAG, NULL, check_value, integer, list_of
 from paceline.models.config import MixtureConfig, ModelConfig
 from paceline.models.rope import scaling_of
 
 LANGUAGE = {"model.language_model.": "model."}
 """Prefix of tensor names in multimodal models -> the language model's prefix."""
 _SLIDES = {"use_sliding_window": FLAG | NULL}
-_KEYS = {**_SLIDES, "max_window_layers": whole()}
+_KEYS = {**_SLIDES, "max_window_layers": integer()}
 _DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 
 
@@ -33,9 +33,9 @@ def with_axes(raw: Raw, base: ModelConfig) -> ModelConfig:
     sections, count = scaling.get("mrope_section"), int(base.head_dim * base.rope.share) // 2
     if not sections:
         return base
-    check_value("config.json", "mrope_section", sections, listed(whole(0, count)))
+    check_value("config.json", "mrope_section", sections, list_of(integer(0, count)))
     if len(sections) != 3 or sum(sections) != count:
-        raise CorruptModel(f"mrope_section {sections} does not fit {count} rotary planes", CORRECT)
+        raise CorruptModel(f"mrope_section {sections} does not fit {count} rotary planes", FIX_INVALID_FILE)
     if scaling.get("mrope_interleaved"):
         axes = tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count))
     else:
@@ -69,7 +69,7 @@ def _qwen3_vl(raw: Raw, base: ModelConfig) -> ModelConfig:
 def _qwen2(raw: Raw, base: ModelConfig) -> ModelConfig:
     """Add sliding windows. Only upper layers have them."""
     window, first = raw["sliding_window"] if raw["use_sliding_window"] else None, raw["max_window_layers"]
-    return layered(base, layer_windows(raw, base, window, lambda i: window is not None and i >= first))
+    return with_layers(base, layer_windows(raw, base, window, lambda i: window is not None and i >= first))
 
 
 def normed(raw: Raw, base: ModelConfig) -> ModelConfig:
@@ -88,7 +88,7 @@ def _qwen3_moe(raw: Raw, base: ModelConfig) -> ModelConfig:
         count, raw["num_experts_per_tok"], raw["moe_intermediate_size"], normalised=raw["norm_topk_prob"]
     )
     base = replace(normed(raw, base), mixture=experts)
-    return layered(base, [window] * base.layers, sparse=sparse_layers(raw, base))
+    return with_layers(base, [window] * base.layers, sparse=sparse_layers(raw, base))
 
 
 def _read_moe(meta: Metadata, config: Config) -> Config:
@@ -121,17 +121,17 @@ FAMILIES = (
     ),
     *(
         Family(
-            f"{whole}_text",
+            f"{model_type}_text",
             title,
             _DEFAULTS,
             _KEYS,
             _qwen2_vl,
             text_axes,
             names=LANGUAGE,
-            part_of=(whole,),
-            gguf=(GGUFLayout("qwen2vl", read=_read_axes_apart),) if whole == "qwen2_5_vl" else (),
+            part_of=(model_type,),
+            gguf=(GGUFLayout("qwen2vl", read=_read_axes_apart),) if model_type == "qwen2_5_vl" else (),
         )
-        for whole, title in (("qwen2_vl", "Qwen2-VL (text)"), ("qwen2_5_vl", "Qwen2.5-VL (text)"))
+        for model_type, title in (("qwen2_vl", "Qwen2-VL (text)"), ("qwen2_5_vl", "Qwen2.5-VL (text)"))
     ),
     Family(
         "mimo",

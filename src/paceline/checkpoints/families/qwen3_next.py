@@ -18,7 +18,7 @@ from paceline.checkpoints.family import (
 )
 from paceline.checkpoints.gguf_metadata import Config, Metadata, rotated_share
 from paceline.checkpoints.layer_plans import FULL, read_types, sparse_layers
-from paceline.files.schema import FLAG, HEAD_COUNT, ROWS, FieldKind, each, listed, whole
+from paceline.files.schema import FLAG, HEAD_COUNT, ROWS, FieldKind, each, integer, list_of
 from paceline.models.config import AttentionConfig, DeltaNetConfig, LayerConfig, MixtureConfig, ModelConfig, NormConfig
 
 _LINEAR = "linear_attention"
@@ -106,9 +106,9 @@ _NEXT = GGUFLayout(
     },
     experts_named("mlp.experts"),
     {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
-    shifted=True,
+    norms_include_one=True,
     read=_read,
-    keys={"full_attention_interval": whole(1), "attention.recurrent_layers": listed(FLAG | whole())},
+    keys={"full_attention_interval": integer(1), "attention.recurrent_layers": list_of(FLAG | integer())},
 )
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
@@ -131,10 +131,10 @@ _EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
 }
 _KEYS: dict[str, FieldKind] = {
-    "full_attention_interval": whole(1),
+    "full_attention_interval": integer(1),
     **each(HEAD_COUNT, "linear_num_key_heads", "linear_num_value_heads"),
-    **each(whole(1, 4096), "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim": whole(1, 64),
+    **each(integer(1, 4096), "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim": integer(1, 64),
     "linear_heads_tiled": FLAG,
 }
 _MIXTURE = {**_KEYS, **MIXTURE_KEYS, "shared_expert_intermediate_size": ROWS}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.checkpoints.family import Family, GGUFLayout, Raw
-from paceline.checkpoints.layer_plans import layer_windows, layered, rotates_by_interval
-from paceline.files.schema import FLAG, NULL, listed, whole
+from paceline.checkpoints.layer_plans import layer_windows, rotates_by_interval, with_layers
+from paceline.files.schema import FLAG, NULL, integer, list_of
 from paceline.models.config import ModelConfig
 
 
@@ -12,7 +12,7 @@ def _smollm3(raw: Raw, base: ModelConfig) -> ModelConfig:
     rotates = rotates_by_interval(raw, base)
     window = raw.get("sliding_window") if raw["use_sliding_window"] else None
     windows = layer_windows(raw, base, window, lambda i: window is not None and not rotates[i])
-    return layered(base, windows, [base.rope if one else None for one in rotates])
+    return with_layers(base, windows, [base.rope if one else None for one in rotates])
 
 
 FAMILIES = (
@@ -30,8 +30,8 @@ FAMILIES = (
         },
         {
             "use_sliding_window": FLAG | NULL,
-            "no_rope_layers": listed(whole(0, 1)) | NULL,
-            "no_rope_layer_interval": whole(1),
+            "no_rope_layers": list_of(integer(0, 1)) | NULL,
+            "no_rope_layer_interval": integer(1),
         },
         _smollm3,
         gguf=(GGUFLayout("smollm3", interleaved=True),),

@@ -29,7 +29,7 @@ from paceline.engine.prefix_store import PrefixStore
 from paceline.sampling.parameters import Sampling, recommended
 from paceline.server.api import dumps
 from paceline.server.apis.tokens import tokenizer_info
-from paceline.server.compat import OllamaObject, accepts, ignored
+from paceline.server.compat import OllamaObject, accepts, ignored_parameters
 from paceline.server.errors import ApiError, WrongParameter, api_error, bad_request, retry_later
 from paceline.server.models import LoadedModel, ModelSource
 from paceline.server.schema import ModelName, NamedBody
@@ -123,7 +123,7 @@ class ModelRoutes:
 # `--prefix-dir`. So `save` writes all texts to the folder, and `restore` only checks that the folder has texts for the
 # model.
 
-_LONGEST = 60.0
+_MAX_WRITE_SECONDS = 60.0
 """Maximum seconds for writing the texts of one request."""
 
 
@@ -180,7 +180,7 @@ def _save(slot: str, filename: str, model: LoadedModel) -> dict[str, Any]:
     """Write all texts in memory that are not in the folder yet. Raises `ApiError` 503 if that fails."""
     number, disk, began = _number(slot, model), _folder(model), time.perf_counter()
     missing = model.llm.engine.write_prefixes()
-    if not disk.wait(_LONGEST) or {*missing} & {*model.llm.engine.write_prefixes()}:
+    if not disk.wait(_MAX_WRITE_SECONDS) or {*missing} & {*model.llm.engine.write_prefixes()}:
         raise ApiError(503, "the texts could not be written to the folder of prefixes. See the log", code="not_saved")
     tokens = model.llm.engine.kept_tokens()
     timings = {"save_ms": _ms(began)}
@@ -234,7 +234,7 @@ _NEVER = 1e10
 """Seconds until a model that stays is unloaded, as reported to clients. Ollama reports some hundred years too."""
 
 
-@accepts(ignored("verbose options system template", "models are described as they are"))
+@accepts(ignored_parameters("verbose options system template", "models are described as they are"))
 class NamedModelRequest(OllamaObject):
     """Body of /api/show and of the endpoints that change what is stored."""
 
@@ -253,7 +253,7 @@ class NamedModelRequest(OllamaObject):
         return self
 
 
-@accepts(ignored("insecure username password", "models are fetched from the hub"))
+@accepts(ignored_parameters("insecure username password", "models are fetched from the hub"))
 class PullRequest(NamedModelRequest):
     """Body of /api/pull."""
 

@@ -23,9 +23,9 @@ from paceline.server.apis.openai_chat import (
     image_chars,
     text_of,
 )
-from paceline.server.compat import Strict, accepts, ignored, only
+from paceline.server.compat import Strict, accepted_values, accepts, ignored_parameters
 from paceline.server.errors import WrongParameter
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import BlockBegun, BlockEnded, BlockGrown, ChatReply, ReplyBlock
 from paceline.server.request import ChatPrompt, GenerateRequest, ToolOffer, reasoning_values, requested_logprobs
 from paceline.server.schema import (
@@ -65,22 +65,22 @@ class PredictedContent(Strict):
 
 
 @accepts(
-    ignored(
+    ignored_parameters(
         "metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options",
         "it has no effect on a local server",
     ),
-    only((1,), "best_of", "only /v1/completions has it"),
-    only((False,), "echo", "`continue_final_message` continues a message"),
-    only((False,), "add_special_tokens", "the chat template adds the special tokens"),
-    only((True,), "include_reasoning", "reasoning is returned separately from the text"),
-    only((True,), "parse_tool_calls", "calls are parsed if tools are sent"),
-    only(([],), "documents", "put documents into a message"),
-    only(("",), "chat_template", "the model's own template is used"),
-    only((), "input_ids", "/v1/completions takes token ids"),
-    only((), "task", "put the task into a message"),
-    only(("medium",), "verbosity", "put it into a message"),
-    only((), "audio", "this server writes text only"),
-    only((), "web_search_options moderation", "this server writes text only"),
+    accepted_values((1,), "best_of", "only /v1/completions has it"),
+    accepted_values((False,), "echo", "`continue_final_message` continues a message"),
+    accepted_values((False,), "add_special_tokens", "the chat template adds the special tokens"),
+    accepted_values((True,), "include_reasoning", "reasoning is returned separately from the text"),
+    accepted_values((True,), "parse_tool_calls", "calls are parsed if tools are sent"),
+    accepted_values(([],), "documents", "put documents into a message"),
+    accepted_values(("",), "chat_template", "the model's own template is used"),
+    accepted_values((), "input_ids", "/v1/completions takes token ids"),
+    accepted_values((), "task", "put the task into a message"),
+    accepted_values(("medium",), "verbosity", "put it into a message"),
+    accepted_values((), "audio", "this server writes text only"),
+    accepted_values((), "web_search_options moderation", "this server writes text only"),
 )
 class ChatRequest(ThinkingBudgets, RequestBody):
     """Body of /v1/chat/completions."""
@@ -316,7 +316,7 @@ class ChatCompletions(Api[ChatRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: ChatRequest, prepared: Prepared) -> ChoicesEncoder:
+    def encoder(self, body: ChatRequest, prepared: PreparedRequest) -> ChoicesEncoder:
         custom = frozenset(tool.function.name for tool in body.tools or () if tool.type == "custom")
         choices = [
             ChatChoice(

@@ -17,9 +17,9 @@ from paceline.engine.detokenizer import Chunk, Detokenizer
 from paceline.engine.prompt_logprobs import PromptLogprobs
 from paceline.llm import LLM
 from paceline.server.api import Api, Encoder, Event
-from paceline.server.compat import RAW, accepts, only
+from paceline.server.compat import NO_REASONING, accepted_values, accepts
 from paceline.server.errors import WrongParameter
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import TokenTexts, Usage, logprobs_of
 from paceline.server.request import GenerateRequest, TextPrompt
 from paceline.server.schema import RequestBody, Text, TokenIds, TopLogprobs
@@ -33,9 +33,9 @@ _KINDS = "text_completion", "text_completion"
 
 
 @accepts(
-    RAW,
-    only((True,), "add_special_tokens", "send token ids for a prompt without BOS"),
-    only((), "prompt_embeds", "a prompt is text or token ids"),
+    NO_REASONING,
+    accepted_values((True,), "add_special_tokens", "send token ids for a prompt without BOS"),
+    accepted_values((), "prompt_embeds", "a prompt is text or token ids"),
 )
 class CompletionRequest(RequestBody):
     """Body of /v1/completions."""
@@ -161,7 +161,7 @@ class ChoicesEncoder(Encoder):
     last = b"data: [DONE]\n\n"
 
     def __init__(
-        self, body: RequestBody, prepared: Prepared, kinds: tuple[str, str], choices: Sequence[Choice]
+        self, body: RequestBody, prepared: PreparedRequest, kinds: tuple[str, str], choices: Sequence[Choice]
     ) -> None:
         """Make an encoder. `kinds`: object types of the whole answer and of its pieces."""
         self._head = {"id": prepared.id, "model": prepared.model.name, "created": int(time.time())}
@@ -261,7 +261,7 @@ class TextChoice(Choice):
 class BestOfEncoder(ChoicesEncoder):
     """The most likely of several completions: the ones with the highest mean log-probability per token."""
 
-    def __init__(self, body: CompletionRequest, prepared: Prepared, choices: Sequence[TextChoice]) -> None:
+    def __init__(self, body: CompletionRequest, prepared: PreparedRequest, choices: Sequence[TextChoice]) -> None:
         super().__init__(body, prepared, _KINDS, choices)
         self._samples, self._n = body.samples, body.n or 1
         self._sums = [0.0] * len(choices)
@@ -304,7 +304,7 @@ class Completions(Api[CompletionRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: CompletionRequest, prepared: Prepared) -> ChoicesEncoder:
+    def encoder(self, body: CompletionRequest, prepared: PreparedRequest) -> ChoicesEncoder:
         """Return the encoder of the choices, with the prompts if they are to be echoed."""
         echoes = _echoes(body, prepared) if body.echo else [("", None)] * len(body.prompts)
         n = body.samples
@@ -325,7 +325,7 @@ class Completions(Api[CompletionRequest]):
         return ChoicesEncoder(body, prepared, _KINDS, choices)
 
 
-def _echoes(body: CompletionRequest, prepared: Prepared) -> list[tuple[str, ScoredPrompt | None]]:
+def _echoes(body: CompletionRequest, prepared: PreparedRequest) -> list[tuple[str, ScoredPrompt | None]]:
     """Return each prompt as text. If log-probabilities were requested, add them, and let a job collect them."""
     llm, n = prepared.model.llm, body.samples
     found: list[tuple[str, ScoredPrompt | None]] = []

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from paceline.server.api import Api, Encoder, Event
-from paceline.server.compat import RAW, Strict, accepts, ignored
+from paceline.server.compat import NO_REASONING, Strict, accepts, ignored_parameters
 from paceline.server.errors import bad_request
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import Usage
 from paceline.server.request import GenerateRequest, TextPrompt
 from paceline.server.schema import RequestBody, Text
 from paceline.server.worker import ReplyRound
 
 
-@accepts(RAW, ignored("time", "files stay in their order"))
+@accepts(NO_REASONING, ignored_parameters("time", "files stay in their order"))
 class InfillFile(Strict):
     """Another file, which the model sees before the text."""
 
@@ -26,7 +26,7 @@ class InfillFile(Strict):
     text: Text
 
 
-@accepts(ignored("samplers t_max_prompt_ms t_max_predict_ms", "editors send it with every request"))
+@accepts(ignored_parameters("samplers t_max_prompt_ms t_max_predict_ms", "editors send it with every request"))
 class InfillRequest(RequestBody):
     """Body of /infill. `prompt`: the beginning of the current line, after `input_prefix`."""
 
@@ -67,12 +67,12 @@ class InfillEncoder(Encoder):
     def add(self, round_: ReplyRound) -> list[Event]:
         last = round_.chunks[-1]
         self._finish, self._stop = last.finish_reason or "", last.stop or ""
-        if self._empty or self.over or not round_.text:
+        if self._empty or self.is_complete or not round_.text:
             return []
         known = len(self._text)
         self._text += round_.text
         if self._outdented and (found := self._outdented.search(self._text, max(0, known - self._indent))):
-            self._text, self.over = self._text[: found.end()], True
+            self._text, self.is_complete = self._text[: found.end()], True
         return [{"content": self._text[known:], "stop": False}]
 
     def heartbeat(self) -> Event:
@@ -94,7 +94,7 @@ class InfillEncoder(Encoder):
         }
         return {
             "stop": True,
-            "stop_type": "limit" if self._empty or self.over else kind,
+            "stop_type": "limit" if self._empty or self.is_complete else kind,
             "stopping_word": self._stop,
             "model": self._model,
             "tokens_predicted": usage.written,
@@ -136,7 +136,7 @@ class Infill(Api[InfillRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: InfillRequest, prepared: Prepared) -> InfillEncoder:
+    def encoder(self, body: InfillRequest, prepared: PreparedRequest) -> InfillEncoder:
         empty = prepared.jobs[0].prompt_only
         return InfillEncoder(prepared.model.name, empty, body.n_indent or 0, body.response_fields)
 

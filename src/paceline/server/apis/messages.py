@@ -10,21 +10,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from paceline.chat.calls import Call
-from paceline.sampling.json_schema import guide
+from paceline.sampling.json_schema import with_leniency
 from paceline.server.api import Api, Encoder, Event
 from paceline.server.compat import (
     Lenient,
     OtherServers,
     Strict,
+    accepted_values,
     accepts,
-    by_type,
-    ignored,
-    left_out,
-    only,
-    text_or_nothing,
+    ignored_parameters,
+    placeholder_for,
+    text_or_empty,
+    type_discriminator,
 )
 from paceline.server.errors import ApiError
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ReplyBlock, Usage
 from paceline.server.request import (
     ChatMessage,
@@ -104,9 +104,9 @@ class RedactedBlock(Lenient):
 class ImageSource(Lenient):
     """The source of an image. `data`: base64. `url`: a URL of a host that --allow-image-urls names."""
 
-    type: Annotated[str, BeforeValidator(text_or_nothing)] = ""
-    data: Annotated[str, BeforeValidator(text_or_nothing)] = ""
-    url: Annotated[str, BeforeValidator(text_or_nothing)] = ""
+    type: Annotated[str, BeforeValidator(text_or_empty)] = ""
+    data: Annotated[str, BeforeValidator(text_or_empty)] = ""
+    url: Annotated[str, BeforeValidator(text_or_empty)] = ""
 
 
 def _source(value: Any) -> Any:
@@ -201,7 +201,8 @@ class ServerTool(Lenient):
 
 
 AnthropicTool = Annotated[
-    Annotated[ClientTool, Tag("custom")] | Annotated[ServerTool, Tag("other")], by_type("custom", default="custom")
+    Annotated[ClientTool, Tag("custom")] | Annotated[ServerTool, Tag("other")],
+    type_discriminator("custom", default="custom"),
 ]
 
 
@@ -238,13 +239,13 @@ _HOSTED = "compaction container fallbacks fallback_credit_token"
 
 
 @accepts(
-    ignored(
+    ignored_parameters(
         "betas billing_policy cache_control context_management diagnostics inference_geo metadata service_tier speed "
         "user_profile_id workspace_id",
         "it has no effect on a local server",
     ),
-    only((), _HOSTED, "Anthropic's servers run it"),
-    only(([],), "mcp_servers", "Anthropic's servers run it"),
+    accepted_values((), _HOSTED, "Anthropic's servers run it"),
+    accepted_values(([],), "mcp_servers", "Anthropic's servers run it"),
 )
 class CountTokensRequest(ThinkingBudgets, Samplers, OtherServers):
     """Body of /v1/messages/count_tokens."""
@@ -374,7 +375,7 @@ def _content_of(blocks: Sequence[Block], param: str, new: bool = False) -> str |
         elif isinstance(block, DocumentBlock):
             texts.append(f"{block.title}\n\n{block.source.data}" if block.title else block.source.data)
         elif isinstance(block, OtherBlock):
-            texts.append(left_out(block.type))
+            texts.append(placeholder_for(block.type))
         elif isinstance(block, ImageBlock):
             texts.append(block.part(f"{param}.{i}", new))
     if any(isinstance(part, SentImage) for part in texts):
@@ -413,20 +414,20 @@ class Messages(Api[MessagesRequest]):
         return GenerateRequest(
             prompt=chat_prompt(body),
             sampling={**body.sampling, **without_none(stop=body.stop_sequences)},
-            constraints={param: ("json_schema", guide(form.schema_))} if form else {},
+            constraints={param: ("json_schema", with_leniency(form.schema_))} if form else {},
             max_tokens=body.max_tokens,
             thinking_budget=body.budget(thinking=limit),
             speculation=body.speculation,
         )
 
-    def encoder(self, body: MessagesRequest, prepared: Prepared) -> MessagesEncoder:
+    def encoder(self, body: MessagesRequest, prepared: PreparedRequest) -> MessagesEncoder:
         return MessagesEncoder(body, prepared)
 
 
 class MessagesEncoder(Encoder):
     """A message: a sequence of blocks of thinking, text and tool use."""
 
-    def __init__(self, body: MessagesRequest, prepared: Prepared) -> None:
+    def __init__(self, body: MessagesRequest, prepared: PreparedRequest) -> None:
         [job], [self._reply] = prepared.jobs, prepared.replies
         self._head = {"type": "message", "role": "assistant", "id": prepared.id, "model": prepared.model.name}
         self._full = body.max_tokens > prepared.model.llm.model.target.context_length - len(job.tokens)

@@ -12,13 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 
 from paceline.chat.calls import Call
-from paceline.sampling.json_schema import guide
+from paceline.sampling.json_schema import with_leniency
 from paceline.server.api import Api, Encoder, Event, dumps
 from paceline.server.apis.openai_chat import Tools
-from paceline.server.compat import Lenient, OllamaObject, accepts, ignored, only, text_or_nothing
+from paceline.server.compat import Lenient, OllamaObject, accepted_values, accepts, ignored_parameters, text_or_empty
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.grammars import ANY_OBJECT
-from paceline.server.prepare import Prepared
+from paceline.server.prepare import PreparedRequest
 from paceline.server.replies import BlockEnded, Usage
 from paceline.server.request import (
     ChatMessage,
@@ -45,21 +45,21 @@ from paceline.server.schema import (
     Text,
     TokenPenalty,
     TopLogprobs,
-    same_named,
+    same_named_parameters,
     without_none,
 )
 from paceline.server.worker import ReplyRound
 
 
 @accepts(
-    ignored(
+    ignored_parameters(
         "draft_num_predict embedding_only f16_kv logits_all low_vram main_gpu num_batch num_ctx num_gpu num_keep "
         "num_thread numa use_mlock use_mmap vocab_only",
         "the model is already loaded",
     ),
-    ignored("mirostat_eta mirostat_tau penalize_newline", "settings of samplers that are off"),
-    only((0,), "mirostat", "this sampler is not implemented"),
-    only((1,), "tfs_z", "this sampler is not implemented"),
+    ignored_parameters("mirostat_eta mirostat_tau penalize_newline", "settings of samplers that are off"),
+    accepted_values((0,), "mirostat", "this sampler is not implemented"),
+    accepted_values((1,), "tfs_z", "this sampler is not implemented"),
 )
 class OllamaOptions(OllamaObject):
     """`options` of a request. Options for the machine have no effect, because the model is already loaded."""
@@ -98,7 +98,7 @@ def _lower(role: Any) -> Any:
 
 def _as_images(value: Any) -> list[str]:
     """Return images as texts. An image that is not text is refused later, if the model sees it at all."""
-    return [text_or_nothing(one) for one in value] if isinstance(value, list) else []
+    return [text_or_empty(one) for one in value] if isinstance(value, list) else []
 
 
 Images = Annotated[
@@ -131,7 +131,7 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
-@accepts(ignored("shift", "a full context ends the reply"))
+@accepts(ignored_parameters("shift", "a full context ends the reply"))
 class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     """Parameters of chats and of single prompts."""
 
@@ -164,7 +164,7 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     @property
     def sampling(self) -> dict[str, Any]:
         own = self.options or OllamaOptions()
-        found = {**same_named(own), **without_none(seed=self.seed, repetition_penalty=own.repeat_penalty)}
+        found = {**same_named_parameters(own), **without_none(seed=self.seed, repetition_penalty=own.repeat_penalty)}
         if own.repeat_last_n == 0:  # penalties of no tokens
             return {name: value for name, value in found.items() if not name.endswith("_penalty")}
         return found
@@ -176,7 +176,7 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
         return GenerateRequest(
             prompt=prompt,
             sampling=self.sampling,
-            constraints={"format": ("json_schema", guide(schema))} if self.format and schema else {},
+            constraints={"format": ("json_schema", with_leniency(schema))} if self.format and schema else {},
             max_tokens=max(-1, length),
             logprobs=requested_logprobs(self.logprobs, self.top_logprobs),
             speculation=self.speculation,
@@ -206,9 +206,9 @@ class OllamaChatRequest(OllamaRequest):
 
 
 @accepts(
-    only(("",), "template", "the model's own template is used"),
-    only(([],), "context", "/api/chat takes whole conversations"),
-    only((), "width height steps", "this server writes text only"),
+    accepted_values(("",), "template", "the model's own template is used"),
+    accepted_values(([],), "context", "/api/chat takes whole conversations"),
+    accepted_values((), "width height steps", "this server writes text only"),
 )
 class OllamaGenerateRequest(OllamaRequest):
     """Body of /api/generate."""
@@ -273,7 +273,7 @@ class _OllamaApi(Api[Asked]):
             return None
         return {**_head(body.model), **_reply(self.kind, ""), "done": True, "done_reason": "unload"}
 
-    def encoder(self, body: Asked, prepared: Prepared) -> OllamaEncoder:
+    def encoder(self, body: Asked, prepared: PreparedRequest) -> OllamaEncoder:
         return OllamaEncoder(body, prepared, self.kind)
 
 
@@ -327,7 +327,7 @@ class OllamaEncoder(Encoder):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, body: OllamaRequest, prepared: Prepared, kind: Literal["message", "response"]) -> None:
+    def __init__(self, body: OllamaRequest, prepared: PreparedRequest, kind: Literal["message", "response"]) -> None:
         """Make an encoder. `kind`: see `_OllamaApi`."""
         [self._reply] = prepared.replies
         self._model, self._kind = body.model, kind

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateA
 
 from paceline.chat.calls import Call
 from paceline.sampling.lark_pattern import pattern_of
-from paceline.server.compat import Lenient, Strict, accepts, only, part_as_text, text_or_nothing
+from paceline.server.compat import Lenient, Strict, accepted_values, accepts, part_as_text, text_or_empty
 from paceline.server.request import ChatMessage, OfferedFunction, SentImage, refuse_media
 from paceline.server.schema import MAX_TOOLS, ArgumentsText, CalledName, Name, Schema, Text
 
@@ -114,9 +114,9 @@ _ROLES = {"developer": "system", "function": "tool"}
 class ImageUrl(Lenient):
     """An image. `url`: a data URL, or a URL of a host that --allow-image-urls names."""
 
-    url: Annotated[str, BeforeValidator(text_or_nothing)] = ""
+    url: Annotated[str, BeforeValidator(text_or_empty)] = ""
     detail: Annotated[
-        str, BeforeValidator(text_or_nothing), Field(description="low: the image is scaled down to 512 pixels.")
+        str, BeforeValidator(text_or_empty), Field(description="low: the image is scaled down to 512 pixels.")
     ] = ""
 
 
@@ -164,7 +164,7 @@ class ToolCall(Lenient):
     function: CalledFunction
 
 
-@accepts(only((), "audio", "no model here reads audio"))
+@accepts(accepted_values((), "audio", "no model here reads audio"))
 class Message(Lenient):
     """A message of a chat."""
 

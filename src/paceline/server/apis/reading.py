@@ -19,12 +19,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.engine.draft_policy import OFF
+from paceline.engine.draft_policy import SPECULATION_OFF
 from paceline.engine.prompt_logprobs import PooledStates
 from paceline.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.sampling.sampler import not_finite
-from paceline.server.compat import Ignored, Lenient, OllamaObject, PlainAnswer, accepts, ignored
+from paceline.server.compat import Ignored, Lenient, OllamaObject, PlainAnswer, accepts, ignored_parameters
 from paceline.server.errors import bad_request
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
@@ -39,7 +39,7 @@ Answer = Callable[[str, float], dict[str, Any]]
 PromptJobs = tuple[Sequence[ReplyJob], Answer]
 """The jobs that read the prompts of a request, and its answer, which does not keep the request's body."""
 
-_MOST_TEXTS = 128
+_MAX_TEXTS = 128
 """Maximum number of texts or documents in a request. More might not fit into the queue."""
 
 
@@ -47,7 +47,9 @@ def _reading_job(llm: LLM, tokens: Sequence[int], reader: PooledStates | Relevan
     """Return the job that feeds a prompt to a reader and generates nothing."""
     sampling = llm.sampling(max_new_tokens=0).seeded()
     # The first round reads a prompt's last token. This job has no round, so the token is repeated.
-    return ReplyJob([*tokens, tokens[-1]], sampling, speculation=OFF, scores=reader, prompt_only=True, padding=1)
+    return ReplyJob(
+        [*tokens, tokens[-1]], sampling, speculation=SPECULATION_OFF, scores=reader, prompt_only=True, padding=1
+    )
 
 
 def _check_reading(job: ReplyJob, count: int, value: float) -> None:
@@ -86,7 +88,7 @@ class EmbeddingsRequest(NamedBody):
     user: Ignored = None
 
 
-@accepts(ignored("options keep_alive", "the model is already loaded"))
+@accepts(ignored_parameters("options keep_alive", "the model is already loaded"))
 class OllamaEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embed."""
 
@@ -95,7 +97,7 @@ class OllamaEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     dimensions: Dimensions | None = None
 
 
-@accepts(ignored("options keep_alive", "the model is already loaded"))
+@accepts(ignored_parameters("options keep_alive", "the model is already loaded"))
 class OllamaPromptEmbedRequest(OllamaObject, NamedBody, extra="ignore"):
     """Body of /api/embeddings, the older form of /api/embed, for one text."""
 
@@ -190,8 +192,8 @@ def _vectors(
     if isinstance(llm.model.target, Decoder):  # with other targets, the size of a state is known after the first pass
         _check_dimensions(size, llm.model.target.config.hidden)
     texts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    if len(texts) > _MOST_TEXTS:
-        raise bad_request(f"input must have at most {_MOST_TEXTS} texts, got {len(texts)}", "input")
+    if len(texts) > _MAX_TEXTS:
+        raise bad_request(f"input must have at most {_MAX_TEXTS} texts, got {len(texts)}", "input")
     params = ["input" if text is given else f"input.{i}" for i, text in enumerate(texts)]
     prompts = [_tokens(llm, settings, text, param, cut) for text, param in zip(texts, params, strict=True)]
     states = [PooledStates() for _ in prompts]
@@ -252,7 +254,7 @@ class RerankRequest(NamedBody):
     """Body of /v1/rerank."""
 
     query: Text
-    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
+    documents: Annotated[list[Text | RerankDocument], Field(min_length=1, max_length=_MAX_TEXTS, fail_fast=True)]
     top_n: Annotated[int | None, Field(ge=1, description="Results to return; all unless set.")] = None
     return_documents: bool | None = None
     instruction: Annotated[Text | None, Field(description="The task to tell the model.")] = None

@@ -21,13 +21,13 @@ from paceline.server.apis.responses_request import (
     ResponsesRequest,
     SchemaText,
     chat_messages_of,
-    listed,
-    packed,
+    listed_item,
+    pack_summary,
 )
-from paceline.server.apis.stored import ResponseStore, StoredResponse, memory
+from paceline.server.apis.stored import ResponseStore, StoredResponse, estimated_bytes
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
-from paceline.server.prepare import Prepared
-from paceline.server.preprocessing import LONG, PoolName
+from paceline.server.prepare import PreparedRequest
+from paceline.server.preprocessing import MIN_LONG_BODY, PoolName
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values, refuse_media
 from paceline.server.schema import JsonSchema, schema_constraint, without_none
@@ -61,7 +61,7 @@ class _Continuing(Api[Asked]):
         """Return the pool, which also depends on the stored conversation that the request continues."""
         if self._store.has_images(body.previous_response_id):
             return "images"
-        is_long = self._store.length(body.previous_response_id) > LONG
+        is_long = self._store.length(body.previous_response_id) > MIN_LONG_BODY
         return super().pool(body, "long" if is_long else by_size)
 
     def conversation(self, body: Asked) -> list[Item]:
@@ -110,10 +110,10 @@ class Responses(_Continuing[ResponsesRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: ResponsesRequest, prepared: Prepared) -> ResponsesEncoder:
+    def encoder(self, body: ResponsesRequest, prepared: PreparedRequest) -> ResponsesEncoder:
         return ResponsesEncoder(body, prepared, None if body.store is False else self._store)
 
-    def overflown(self, body: ResponsesRequest, prepared: Prepared, error: ContextExceeded) -> Encoder:
+    def overflown(self, body: ResponsesRequest, prepared: PreparedRequest, error: ContextExceeded) -> Encoder:
         """Return a stream with a failed response, as OpenAI's API does. Codex looks for the error there."""
         if not body.stream:
             raise error
@@ -121,7 +121,7 @@ class Responses(_Continuing[ResponsesRequest]):
         return FailingEncoder(body, prepared, error)
 
 
-def _document(body: ResponsesRequest, prepared: Prepared) -> dict[str, Any]:
+def _document(body: ResponsesRequest, prepared: PreparedRequest) -> dict[str, Any]:
     """Return a response without output, with the parameters that it repeats from its request."""
     dumped = body.model_dump(include={"text", "tool_choice"}, exclude_none=True, by_alias=True)
     sampling = prepared.sampling
@@ -161,7 +161,7 @@ def _shown(tool: FunctionTool | CustomTool) -> dict[str, Any]:
 class ResponsesEncoder(Encoder):
     """A response: items of reasoning, text and calls, each with the events of its beginning, growth and end."""
 
-    def __init__(self, body: ResponsesRequest, prepared: Prepared, store: ResponseStore | None) -> None:
+    def __init__(self, body: ResponsesRequest, prepared: PreparedRequest, store: ResponseStore | None) -> None:
         """Make an encoder. `store`: keeps the response. None if it is not kept."""
         [self._reply] = prepared.replies
         self._document = _document(body, prepared)
@@ -169,7 +169,7 @@ class ResponsesEncoder(Encoder):
         self._token_texts = prepared.model.token_texts if body.with_logprobs else None
         self._store, self._stored = store, None
         if store is not None:
-            size = memory(body.model_dump_json()) + memory(dumps(self._document).decode())
+            size = estimated_bytes(body.model_dump_json()) + estimated_bytes(dumps(self._document).decode())
             length = len(_ITEMS.dump_json(body.items))
             self._stored = StoredResponse(self._document, body.items, body.previous_response_id, size, length)
         self._sequence = -1
@@ -208,7 +208,7 @@ class ResponsesEncoder(Encoder):
         }
         self._document |= {**ended, "output": self._output}
         if self._store and self._stored:
-            self._stored.size += memory(dumps(ended).decode())
+            self._stored.size += estimated_bytes(dumps(ended).decode())
             self._store.put(self._stored)
         return [self._event("response.incomplete" if cut else "response.completed", response=self._document)]
 
@@ -300,7 +300,7 @@ class ResponsesEncoder(Encoder):
 class FailingEncoder(ResponsesEncoder):
     """A response that fails before it has any output."""
 
-    def __init__(self, body: ResponsesRequest, prepared: Prepared, error: ApiError) -> None:
+    def __init__(self, body: ResponsesRequest, prepared: PreparedRequest, error: ApiError) -> None:
         super().__init__(body, prepared, None)
         self._error = error
 
@@ -363,7 +363,7 @@ class Compaction(_Continuing[CompactRequest]):
             speculation=body.speculation,
         )
 
-    def encoder(self, body: CompactRequest, prepared: Prepared) -> Encoder:
+    def encoder(self, body: CompactRequest, prepared: PreparedRequest) -> Encoder:
         items = reversed(self.conversation(body))
         last = next((item for item in items if isinstance(item, MessageItem) and item.role == "user"), None)
         [reply] = prepared.replies
@@ -391,12 +391,16 @@ class CompactionEncoder(Encoder):
         """Return the whole answer. Raises `ApiError` without a summary, because the conversation would be lost."""
         if not self._reply.text.strip():
             raise bad_request("the model wrote no summary. Start a new conversation, or send a shorter one", "input")
-        summary = {"type": "compaction", "id": f"cmp_{uuid.uuid4().hex}", "encrypted_content": packed(self._reply.text)}
+        summary = {
+            "type": "compaction",
+            "id": f"cmp_{uuid.uuid4().hex}",
+            "encrypted_content": pack_summary(self._reply.text),
+        }
         return {
             "id": self._id,
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": [*([listed(self._last)] if self._last else []), summary],
+            "output": [*([listed_item(self._last)] if self._last else []), summary],
             "usage": usage_of(usage, self._reply.reasoning_tokens),
         }
 

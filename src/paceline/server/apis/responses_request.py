@@ -15,13 +15,13 @@ from paceline.server.compat import (
     Lenient,
     OtherServers,
     Strict,
+    accepted_values,
     accepts,
-    by_type,
-    ignored,
-    left_out,
-    only,
+    ignored_parameters,
     part_as_text,
-    text_or_nothing,
+    placeholder_for,
+    text_or_empty,
+    type_discriminator,
 )
 from paceline.server.errors import bad_request
 from paceline.server.request import (
@@ -67,11 +67,11 @@ class ItemPart(Lenient):
     text: Text = ""
     image_url: Annotated[
         str | None,
-        BeforeValidator(text_or_nothing),
+        BeforeValidator(text_or_empty),
         Field(description="Image: a data URL, or a URL of a host that --allow-image-urls names."),
     ] = None
     detail: Annotated[
-        str | None, BeforeValidator(text_or_nothing), Field(description="low: the image is scaled down to 512 pixels.")
+        str | None, BeforeValidator(text_or_empty), Field(description="low: the image is scaled down to 512 pixels.")
     ] = None
 
     @property
@@ -88,7 +88,7 @@ class ItemPart(Lenient):
 Parts = Annotated[list[ItemPart], Field(fail_fast=True, max_length=10_000)]
 
 
-def joined(content: str | list[ItemPart]) -> str:
+def join_texts(content: str | list[ItemPart]) -> str:
     """Return the text of a content."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
@@ -149,20 +149,20 @@ class OtherItem(Lenient):
     type: Kind
 
 
-_PACKED = "paceline:"
+_PACKED_PREFIX = "paceline:"
 
 
-def packed(summary: str) -> str:
+def pack_summary(summary: str) -> str:
     """Return a summary as the opaque content of a compaction."""
-    return _PACKED + base64.b64encode(summary.encode()).decode()
+    return _PACKED_PREFIX + base64.b64encode(summary.encode()).decode()
 
 
-def unpacked(content: Any) -> str | None:
+def unpack_summary(content: Any) -> str | None:
     """Return the message for a compaction of this server; None for another's."""
-    if not isinstance(content, str) or not content.startswith(_PACKED):
+    if not isinstance(content, str) or not content.startswith(_PACKED_PREFIX):
         return None
     try:
-        summary = base64.b64decode(content.removeprefix(_PACKED), validate=True).decode()
+        summary = base64.b64decode(content.removeprefix(_PACKED_PREFIX), validate=True).decode()
     except ValueError:
         return None
     return f"Summary of the conversation so far:\n\n{summary}"
@@ -175,7 +175,7 @@ def _as_function(item: Any) -> Any:
         raise ValueError("an item_reference is not resolved here. Send the item itself, or previous_response_id")
     if kind == "custom_tool_call":
         return {**item, "type": "function_call", "arguments": arguments_of(item.get("input"))}
-    if kind in ("compaction", "compaction_summary") and (summary := unpacked(item.get("encrypted_content"))):
+    if kind in ("compaction", "compaction_summary") and (summary := unpack_summary(item.get("encrypted_content"))):
         return {"type": "message", "role": "user", "content": summary}
     return {**item, "type": "function_call_output"} if kind == "custom_tool_call_output" else item
 
@@ -186,7 +186,7 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[OtherItem, Tag("other")],
-    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+    type_discriminator("message", "function_call", "function_call_output", "reasoning", default="message"),
     BeforeValidator(_as_function),
 ]
 Items = Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
@@ -238,7 +238,7 @@ Tool = Annotated[
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[Namespace, Tag("namespace")]
     | Annotated[SkippedTool, Tag("other")],
-    by_type("function", "custom", "namespace"),
+    type_discriminator("function", "custom", "namespace"),
 ]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Namespace.model_rebuild()
@@ -267,7 +267,7 @@ def image_chars(items: Sequence[Item]) -> int:
     return sum(len(part.image_url or "") for content in contents if isinstance(content, list) for part in content)
 
 
-def listed(item: Item) -> dict[str, Any]:
+def listed_item(item: Item) -> dict[str, Any]:
     """Return an item as it is listed, a message with the parts of its content."""
     found = item.model_dump(exclude_none=True)
     if isinstance(item, MessageItem) and isinstance(item.content, str):
@@ -290,23 +290,25 @@ def chat_messages_of(items: Sequence[Item], instructions: str | None = None, ear
         param = f"input.{i}" if i >= 0 else "previous_response_id"
         match item:
             case ReasoningItem():
-                drafts.append(_OpenMessage("assistant", reasoning=joined(item.content or item.summary or []) or None))
+                drafts.append(
+                    _OpenMessage("assistant", reasoning=join_texts(item.content or item.summary or []) or None)
+                )
             case MessageItem(role="assistant"):
-                _assistant(drafts, call=False).text = joined(item.content)
+                _assistant(drafts, call=False).text = join_texts(item.content)
             case MessageItem(role="user"):
                 parts = _parts(item.content, f"{param}.content", item is items[-1])
-                drafts.append(_OpenMessage("user", joined(item.content), parts=parts))
+                drafts.append(_OpenMessage("user", join_texts(item.content), parts=parts))
             case MessageItem():
-                _instruct(drafts, joined(item.content))
+                _instruct(drafts, join_texts(item.content))
             case CallItem():
                 call = Call(in_namespace(item.namespace, item.name), item.arguments, item.call_id)
                 _assistant(drafts, call=True).calls.append(call)
             case CallOutputItem():
                 parts = _parts(item.output, f"{param}.output", False)
-                drafts.append(_OpenMessage("tool", joined(item.output), call_id=item.call_id, parts=parts))
+                drafts.append(_OpenMessage("tool", join_texts(item.output), call_id=item.call_id, parts=parts))
             case OtherItem():
                 draft = _assistant(drafts, call=True)
-                draft.text = "\n".join(filter(None, [draft.text, left_out(item.type)]))
+                draft.text = "\n".join(filter(None, [draft.text, placeholder_for(item.type)]))
     # Reasoning without text or calls is dropped.
     whole = [draft.message for draft in drafts if draft.text is not None or draft.calls]
     return whole or [ChatMessage(role="user")]
@@ -371,26 +373,30 @@ class TextOptions(Strict):
     verbosity: Annotated[Literal["medium"], Field(description="The only value that changes nothing.")] | None = None
 
 
-@accepts(ignored("summary generate_summary", "the reasoning itself is returned"))
+@accepts(ignored_parameters("summary generate_summary", "the reasoning itself is returned"))
 class ResponseReasoning(Strict):
     effort: Effort | None = None
     max_tokens: Annotated[Budget | None, Field(description="OpenRouter's.")] = None
 
 
-@accepts(ignored("include_obfuscation", "streams are not padded"))
+@accepts(ignored_parameters("include_obfuscation", "streams are not padded"))
 class ResponseStreamOptions(Strict):
     pass
 
 
 @accepts(
-    ignored(
+    ignored_parameters(
         "client_metadata max_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier "
         "service_tier user enable_response_messages",
         "it has no effect on a local server",
     ),
-    only((False,), "background", "a response is written while its client waits"),
-    only((), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"),
-    only((), "access_programs background_options context_management image moderation", "OpenAI's servers run it"),
+    accepted_values((False,), "background", "a response is written while its client waits"),
+    accepted_values(
+        (), "conversation prompt previous_input_messages", "send the whole conversation, or `previous_response_id`"
+    ),
+    accepted_values(
+        (), "access_programs background_options context_management image moderation", "OpenAI's servers run it"
+    ),
 )
 class ResponsesRequest(ThinkingBudgets, Samplers, OtherServers):
     """Body of /v1/responses."""

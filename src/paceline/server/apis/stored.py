@@ -12,21 +12,21 @@ from fastapi import Request
 from starlette.responses import Response
 
 from paceline.server.api import dumps_long
-from paceline.server.apis.responses_request import Item, image_chars, listed
+from paceline.server.apis.responses_request import Item, image_chars, listed_item
 from paceline.server.errors import ApiError
 
 _MAX_COUNT, _MAX_BYTES = 4096, 64 * 2**20
 
 
-_OBJECT = 1000
+_OBJECT_BYTES = 1000
 """Bytes of memory of one object, in addition to its text."""
-_VALUE = 64
+_VALUE_BYTES = 64
 """Bytes of memory of one list, and of each further value in a list or object."""
 
 
-def memory(text: str) -> int:
+def estimated_bytes(text: str) -> int:
     """Return about how many bytes of memory the values of this JSON take."""
-    return len(text) + _OBJECT * text.count("{") + _VALUE * (text.count("[") + text.count(","))
+    return len(text) + _OBJECT_BYTES * text.count("{") + _VALUE_BYTES * (text.count("[") + text.count(","))
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class StoredResponse:
 
     def count(self, text: str) -> None:
         """Count more of the output, as JSON."""
-        self.size += memory(text)
+        self.size += estimated_bytes(text)
         self.length += len(text)
 
 
@@ -162,7 +162,7 @@ class ResponseRoutes:
         def listing() -> bytes:
             ids = [f"{response_id}_{i}" for i in range(len(items))][::-1]
             ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
-            data = ({"id": name, **listed(item)} for name, item in zip(ids, reversed(items), strict=True))
+            data = ({"id": name, **listed_item(item)} for name, item in zip(ids, reversed(items), strict=True))
             return dumps_long({"object": "list", "has_more": False, **ends}, "data", data)
 
         return await self._document(request, listing)

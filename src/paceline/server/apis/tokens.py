@@ -10,7 +10,7 @@ from paceline.server.api import dumps_long
 from paceline.server.apis.messages import CountTokensRequest, chat_prompt
 from paceline.server.apis.openai_chat import MessageList, Tools, chat_messages, image_chars
 from paceline.server.errors import bad_request
-from paceline.server.images import seen
+from paceline.server.images import read_images
 from paceline.server.limits import Settings
 from paceline.server.models import LoadedModel
 from paceline.server.prepare import chat_ids, chat_text, chat_tokens, prompt_limit
@@ -98,7 +98,7 @@ def tokenize(model: LoadedModel, settings: Settings, body: TokenizeRequest) -> b
         text = TemplateText(text) if body.parse_special is False else text
         tokens = llm.tokenizer.encode(text, special=special)
     else:
-        chat = seen(llm, settings, body.chat)
+        chat = read_images(llm, settings, body.chat)
         text, pictures = chat_text(llm, chat)
         text = TemplateText.written(text) if body.parse_special else text
         tokens = chat_ids(llm, text, pictures, prompt_limit(llm, settings))
@@ -119,7 +119,7 @@ def detokenize(model: LoadedModel, _: Settings, body: DetokenizeRequest) -> dict
 
 def apply_template(model: LoadedModel, settings: Settings, body: ApplyTemplateRequest) -> dict[str, Any]:
     """Return a chat's prompt as text."""
-    return {"prompt": chat_text(model.llm, seen(model.llm, settings, body.chat))[0]}
+    return {"prompt": chat_text(model.llm, read_images(model.llm, settings, body.chat))[0]}
 
 
 def count_tokens(model: LoadedModel, settings: Settings, body: CountTokensRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A lesson: its training data, its held-out data, and the decision to use its head."""
+"""A training run of `--learn`: its training data, its held-out data, and the decision to use its head."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from paceline.bench.figures import ratio_of_sums
-from paceline.bench.replay.prices import Free
+from paceline.bench.replay.prices import FreePrices
 from paceline.bench.replay.run import Replayer
 from paceline.checkpoints.head_files import holds_head, open_head
-from paceline.checkpoints.head_fit import fits
+from paceline.checkpoints.head_fit import fit_to_target
 from paceline.drafters.factory import open_drafter
 from paceline.drafters.suffix import Suffix
 from paceline.errors import HeadMismatch
-from paceline.learn import lesson
-from paceline.learn.folder import LEAST_HELD, Pupil, described, open_folder, pupil_of
+from paceline.learn import training
+from paceline.learn.folder import MIN_HELD_OUT, KeyFolder, describe_status, open_folder, open_key_folder
 from paceline.learn.learner import Learner, LearningPlan
-from paceline.learn.lesson import job_for, teach
+from paceline.learn.training import train_job, train_on_traffic
 from paceline.llm import LLM
 from paceline.recording.file import Recording
 from paceline.recording.rows import RecordedReply
@@ -38,25 +38,25 @@ PROMPTS = [a + b for a in "abcdefghijkl" for b in "mnopqrstuvw"]
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with recorded traffic."""
     folder = tmp_path_factory.mktemp("learn") / "l"
-    llm, pupil = toy_llm(layers=4), pupil_of(open_folder(folder), None)
-    with llm.record(pupil.traffic):
+    llm, key_folder = toy_llm(layers=4), open_key_folder(open_folder(folder), None)
+    with llm.record(key_folder.traffic):
         for prompt in PROMPTS:
             llm.generate(prompt, Sampling(max_new_tokens=5, ignore_eos=True))
-    return pupil.traffic
+    return key_folder.traffic
 
 
 @pytest.fixture
-def pupil(taught: Path, tmp_path: Path) -> Pupil:
-    made = pupil_of(open_folder(tmp_path / "l"), None)
-    made.traffic.write_bytes(taught.read_bytes())
+def key_folder(traffic: Path, tmp_path: Path) -> KeyFolder:
+    made = open_key_folder(open_folder(tmp_path / "l"), None)
+    made.traffic.write_bytes(traffic.read_bytes())
     return made
 
 
 def small(target: str = "toy") -> TrainJob:
-    job = job_for(target, 37, 1 << 20)
+    job = train_job(target, 37, 1 << 20)
     return replace(job, steps=2, ffn=16, plan=replace(job.plan, epochs=1, batch=16))
 
 
@@ -64,11 +64,11 @@ def gain(low: float) -> Any:
     return lambda llm, held, drafter, other: {"value": low + 0.1, "low": low, "high": low + 0.2}
 
 
-def test_replies_to_one_prompt_are_on_one_side(taught: Path) -> None:
-    recording = Recording(taught)
+def test_replies_to_one_prompt_are_on_one_side(traffic: Path) -> None:
+    recording = Recording(traffic)
     documents = RecordedDocuments(recording, 2048)
     held = [reply.prompt for reply in recording if is_held(reply)]
-    assert LEAST_HELD <= len(held) == len(documents.held) < len(recording) / 3
+    assert MIN_HELD_OUT <= len(held) == len(documents.held) < len(recording) / 3
     assert len(documents.train) + len(documents.held) == len(recording)
     assert {documents.held[i].prompt for i in range(len(held))} == {*held}
     assert not {documents.train[i].prompt for i in range(len(documents.train))} & {*held}
@@ -76,30 +76,30 @@ def test_replies_to_one_prompt_are_on_one_side(taught: Path) -> None:
 
 
 @pytest.mark.parametrize(("low", "used"), [(1.01, True), (1.0, False), (0.5, False)])
-def test_a_head_is_used_only_if_its_interval_is_above_one(pupil: Pupil, low: float, used: bool) -> None:
+def test_a_head_is_used_only_if_its_interval_is_above_one(key_folder: KeyFolder, low: float, used: bool) -> None:
     llm = toy_llm(layers=4)
-    status = teach(llm, pupil, "suffix:remember", small(), gain(low))
-    assert status == pupil.status()
+    status = train_on_traffic(llm, key_folder, "suffix:remember", small(), gain(low))
+    assert status == key_folder.status()
     assert status["switched"] is used
-    assert used is holds_head(pupil.head)
-    assert ("in use" if used else "not used") in described(status)
-    assert not pupil.lesson.parent.exists(), "what is left over takes space"
+    assert used is holds_head(key_folder.head)
+    assert ("in use" if used else "not used") in describe_status(status)
+    assert not key_folder.training_data.parent.exists(), "what is left over takes space"
     llm = LLM(toy_model(layers=4), {"suffix": Suffix()})
-    with Learner(llm, [], LearningPlan(pupil.folder.parent)) as learner:
-        assert learner._keys[0].fresh == 0
+    with Learner(llm, [], LearningPlan(key_folder.path.parent)) as learner:
+        assert learner._keys[0].new_tokens == 0
         policy = llm.engine.policies[learner.speculation(0).drafter]
         assert policy
         assert bool(policy.drafter.taps) is used
 
 
-def test_few_held_out_replies_decide_nothing(pupil: Pupil, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lesson, "LEAST_HELD", 1000)
-    status = teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))
+def test_few_held_out_replies_decide_nothing(key_folder: KeyFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "MIN_HELD_OUT", 1000)
+    status = train_on_traffic(toy_llm(layers=4), key_folder, "suffix:remember", small(), gain(9.0))
     assert (status["gain"], status["switched"]) == (None, False)
-    assert "not compared" in described(status)
+    assert "not compared" in describe_status(status)
 
 
-def test_a_lesson_that_was_interrupted_goes_on_with_the_same_traffic(pupil: Pupil) -> None:
+def test_a_training_run_that_was_interrupted_goes_on_with_the_same_traffic(key_folder: KeyFolder) -> None:
     llm, seen = toy_llm(layers=4), list[Sequence[RecordedReply]]()
 
     def interrupt(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
@@ -107,33 +107,35 @@ def test_a_lesson_that_was_interrupted_goes_on_with_the_same_traffic(pupil: Pupi
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        teach(llm, pupil, "suffix:remember", small(), interrupt)
-    written = (pupil.candidate / "config.json").stat().st_mtime_ns
-    with llm.record(pupil.traffic):
+        train_on_traffic(llm, key_folder, "suffix:remember", small(), interrupt)
+    written = (key_folder.new_head / "config.json").stat().st_mtime_ns
+    with llm.record(key_folder.traffic):
         llm.generate("new", Sampling(max_new_tokens=12, ignore_eos=True))
 
     def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
-        assert (pupil.candidate / "config.json").stat().st_mtime_ns == written, "it must not be trained again"
+        assert (key_folder.new_head / "config.json").stat().st_mtime_ns == written, "it must not be trained again"
         seen.append(held)
         return {"value": 2.0, "low": 1.5, "high": 2.5}
 
-    assert teach(llm, pupil, "suffix:remember", small(), compare)["replies"] == len(PROMPTS)
+    assert train_on_traffic(llm, key_folder, "suffix:remember", small(), compare)["replies"] == len(PROMPTS)
     assert seen[0] == seen[1]
 
 
-def test_a_kill_while_the_traffic_is_copied_does_no_harm(pupil: Pupil) -> None:
-    lines = pupil.traffic.read_bytes().splitlines(keepends=True)
-    pupil.lesson.parent.mkdir()
-    pupil.lesson.with_name(f"{pupil.lesson.name}.new").write_bytes(b"".join(lines[:3]))
-    assert teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))["replies"] == len(PROMPTS)
+def test_a_kill_while_the_traffic_is_copied_does_no_harm(key_folder: KeyFolder) -> None:
+    lines = key_folder.traffic.read_bytes().splitlines(keepends=True)
+    key_folder.training_data.parent.mkdir()
+    key_folder.training_data.with_name(f"{key_folder.training_data.name}.new").write_bytes(b"".join(lines[:3]))
+    assert train_on_traffic(toy_llm(layers=4), key_folder, "suffix:remember", small(), gain(9.0))["replies"] == len(
+        PROMPTS
+    )
 
 
 @pytest.mark.parametrize("done", [0, 1, 2, 3])
 def test_a_kill_while_heads_are_switched_leaves_a_head(
     tmp_path: Path, done: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pupil = pupil_of(open_folder(tmp_path / "l"), None)
-    for name, path in {"head": pupil.head, "candidate": pupil.candidate}.items():
+    key_folder = open_key_folder(open_folder(tmp_path / "l"), None)
+    for name, path in {"head": key_folder.head, "candidate": key_folder.new_head}.items():
         path.mkdir(parents=True)
         (path / "config.json").write_text(name)
     left = [done]
@@ -152,37 +154,39 @@ def test_a_kill_while_heads_are_switched_leaves_a_head(
         patch.setattr(Path, "rename", killed(Path.rename))
         patch.setattr(shutil, "rmtree", killed(shutil.rmtree))
         with nullcontext() if done == 3 else pytest.raises(KeyboardInterrupt):
-            pupil.switch()
-    pupil_of(tmp_path / "l", None)  # as after a restart
-    assert (pupil.head / "config.json").read_text() == ("candidate" if done > 1 else "head")
-    assert [path.name for path in pupil.folder.iterdir() if path.name.startswith("head")] == ["head"]
+            key_folder.use_new_head()
+    open_key_folder(tmp_path / "l", None)  # as after a restart
+    assert (key_folder.head / "config.json").read_text() == ("candidate" if done > 1 else "head")
+    assert [path.name for path in key_folder.path.iterdir() if path.name.startswith("head")] == ["head"]
 
 
-def test_a_lesson_finds_the_head_after_a_kill(pupil: Pupil) -> None:
+def test_a_training_run_finds_the_head_after_a_kill(key_folder: KeyFolder) -> None:
     llm = toy_llm(layers=4)
-    teach(llm, pupil, "suffix:remember", small(), gain(9.0))
-    pupil.head.rename(pupil.head.with_name("head.old"))
+    train_on_traffic(llm, key_folder, "suffix:remember", small(), gain(9.0))
+    key_folder.head.rename(key_folder.head.with_name("head.old"))
 
     def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
-        assert holds_head(pupil.head)
+        assert holds_head(key_folder.head)
         return {"value": 0.9, "low": 0.8, "high": 1.0}
 
-    assert not teach(llm, pupil, f"suffix:remember+head:{pupil.head}", small(), compare)["switched"]
-    assert holds_head(pupil.head)
+    assert not train_on_traffic(llm, key_folder, f"suffix:remember+head:{key_folder.head}", small(), compare)[
+        "switched"
+    ]
+    assert holds_head(key_folder.head)
 
 
-def test_a_head_of_another_model_is_no_start(pupil: Pupil) -> None:
-    teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))
-    config = pupil.head / "config.json"
+def test_a_head_of_another_model_is_no_start(key_folder: KeyFolder) -> None:
+    train_on_traffic(toy_llm(layers=4), key_folder, "suffix:remember", small(), gain(9.0))
+    config = key_folder.head / "config.json"
     settings = json.loads(config.read_text())
     settings["paceline"]["target_layers"] = 5
     config.write_text(json.dumps(settings))
     with pytest.raises(HeadMismatch):
-        fits(open_head(pupil.head), toy_model(layers=4))
-    assert teach(toy_llm(layers=4), pupil, "suffix:remember", small(), gain(9.0))["switched"]
+        fit_to_target(open_head(key_folder.head), toy_model(layers=4))
+    assert train_on_traffic(toy_llm(layers=4), key_folder, "suffix:remember", small(), gain(9.0))["switched"]
 
 
-class Fixed(Free):
+class Fixed(FreePrices):
     """Costs on a machine where a pass takes one second and drafting takes no time."""
 
     def round(self, rows: int, before: Sequence[int]) -> float:
@@ -193,26 +197,26 @@ class Fixed(Free):
 @pytest.mark.model
 def test_a_head_trained_on_traffic_makes_new_prompts_faster(tmp_path: Path) -> None:
     """Train on a demo model's replies about animals and switch to the head, with fixed costs."""
-    pupil = pupil_of(open_folder(tmp_path / "l"), None)
+    key_folder = open_key_folder(open_folder(tmp_path / "l"), None)
     animals = "cat dog horse cow pig hen duck goat fox wolf bear deer mouse rat frog owl bee ant fly crab"
     asks = ("Describe", "Write a story about", "Draw", "Praise")
     asked = [f"{ask} a {animal}." for animal in animals.split() for ask in asks]
     with packaged_model("demo") as model:
         llm = LLM(model)
-        with llm.record(pupil.traffic):
+        with llm.record(key_folder.traffic):
             llm.generate(asked, Sampling(max_new_tokens=32), width=16)
 
         def compare(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
             replayer = Replayer(llm.model, Fixed(), timer=lambda: 0.0)
             drafters = [open_drafter(name, llm.model) for name in (drafter, other)]
-            return ratio_of_sums(*(replayer.run(held, one, DraftBudget.chain(4)).shares for one in drafters))
+            return ratio_of_sums(*(replayer.run(held, one, DraftBudget.chain(4)).reply_seconds for one in drafters))
 
-        job = job_for("demo", model.target.vocab_size, 1 << 30)
+        job = train_job("demo", model.target.vocab_size, 1 << 30)
         job = replace(job, vocabulary=4096, plan=replace(job.plan, epochs=1.25))
-        status = teach(llm, pupil, "suffix:remember", job, compare)
+        status = train_on_traffic(llm, key_folder, "suffix:remember", job, compare)
         assert status["switched"], status
         served = LLM(model, {"suffix": Suffix()})
-        with Learner(served, [], LearningPlan(pupil.folder.parent)) as learner:
+        with Learner(served, [], LearningPlan(key_folder.path.parent)) as learner:
             policy = served.engine.policies[learner.speculation(0).drafter]
             assert policy
             assert policy.drafter.taps, "the head is in use"

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause the garbage collector while many long-lived objects are created.
 
     torch creates 160,000 objects. With them, a collection takes 0.1 s, and an import or a vocabulary triggers several
     collections. JSON data contain no cycles, but creating millions of lists makes the collector walk the whole heap
     many times. That takes 2 s in a small process, and 11 s in a process with many objects.
     """
-    collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()

@@ -1,4 +1,4 @@
-"""A lesson: a head is trained on recorded traffic, and kept if it makes held-out traffic faster."""
+"""Training a head on recorded traffic. The head is used if it makes held-out traffic faster."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bench.figures import ratio_of_sums
-from paceline.bench.replay.predict import Candidate, Predictor, measured
+from paceline.bench.replay.predict import Candidate, Predictor, measure_prices
 from paceline.checkpoints.head_files import holds_head, open_head
-from paceline.checkpoints.head_fit import fits
+from paceline.checkpoints.head_fit import fit_to_target
 from paceline.errors import PacelineError
 from paceline.files.jsonl import Journal, replace_with
-from paceline.learn.folder import LEAST_HELD, Pupil
+from paceline.learn.folder import MIN_HELD_OUT, KeyFolder
 from paceline.llm import LLM
 from paceline.recording.file import Recording, header_of
 from paceline.recording.rows import RecordedReply
@@ -23,25 +23,27 @@ from paceline.train.loop import TrainPlan
 from paceline.train.recorded import is_held
 from paceline.train.run import train
 
-MOST_HELD = 100
+MAX_HELD_OUT = 100
 """Maximum number of held-out replies to replay."""
-_VOCABULARY = 16384
+_MAX_VOCABULARY = 16384
 """Maximum vocabulary of a head, in tokens."""
 
 Compare = Callable[[LLM, Sequence[RecordedReply], str, str], dict[str, float]]
 """(model, held-out replies, drafter in use, new drafter) -> speed of the new drafter relative to the drafter in use,
-with its 95 % interval: {"value", "low", "high"}."""
+with its 95% interval: {"value", "low", "high"}."""
 
 
-def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare | None = None) -> dict[str, Any]:
-    """Give one lesson. After an interruption, the same call continues it.
+def train_on_traffic(
+    llm: LLM, key_folder: KeyFolder, drafter: str, job: TrainJob, compare: Compare | None = None
+) -> dict[str, Any]:
+    """Train a head on a key's traffic, and use it if it is faster. After an interruption, the same call continues.
 
     Args:
         llm: The target.
-        pupil: The folder with the traffic.
+        key_folder: The folder with the traffic.
         drafter: Name of the drafter in use.
-        job: Settings of the training. `teach` sets its files and the head to start from.
-        compare: Compares two drafters. None for `replayed`.
+        job: Settings of the training. `train_on_traffic` sets its files and the head to start from.
+        compare: Compares two drafters. None for `compare_by_replay`.
 
     Returns:
         The status, which is also written to the folder.
@@ -49,48 +51,51 @@ def teach(llm: LLM, pupil: Pupil, drafter: str, job: TrainJob, compare: Compare 
     Raises:
         PacelineError: If the traffic or the training fails.
     """
-    pupil.recover()
-    if not pupil.lesson.exists():
-        pupil.drop_lesson()
-        _snapshot(llm, pupil)
-    recording = Recording(pupil.lesson)
-    if not holds_head(pupil.candidate):
-        train(llm, replace(job, out=pupil.candidate, recording=pupil.lesson, start=_start(llm, pupil)))
-    held = [reply for reply in recording if is_held(reply)][-MOST_HELD:]
+    key_folder.recover_head()
+    if not key_folder.training_data.exists():
+        key_folder.discard_training()
+        _snapshot(llm, key_folder)
+    recording = Recording(key_folder.training_data)
+    if not holds_head(key_folder.new_head):
+        train(
+            llm,
+            replace(job, out=key_folder.new_head, recording=key_folder.training_data, start=_start(llm, key_folder)),
+        )
+    held_out = [reply for reply in recording if is_held(reply)][-MAX_HELD_OUT:]
     gain = None
-    if len(held) >= LEAST_HELD:
-        gain = (compare or replayed)(llm, held, drafter, f"suffix:remember+head:{pupil.candidate}")
+    if len(held_out) >= MIN_HELD_OUT:
+        gain = (compare or compare_by_replay)(llm, held_out, drafter, f"suffix:remember+head:{key_folder.new_head}")
     switched = gain is not None and gain["low"] > 1.0
     if switched:
-        pupil.switch()
+        key_folder.use_new_head()
     status = {
         "time": time.time(),
         "until": max(reply.started for reply in recording),
         "replies": len(recording),
         "tokens": recording.tokens,
-        "held": len(held),
+        "held": len(held_out),
         "gain": gain,
         "switched": switched,
     }
-    pupil.write_status(status)
-    pupil.drop_lesson()
+    key_folder.write_status(status)
+    key_folder.discard_training()
     return status
 
 
-def _start(llm: LLM, pupil: Pupil) -> Path | None:
+def _start(llm: LLM, key_folder: KeyFolder) -> Path | None:
     """Return the head to begin with. None if there is none, or it is damaged or belongs to another model."""
-    if not holds_head(pupil.head):
+    if not holds_head(key_folder.head):
         return None
     try:
-        fits(open_head(pupil.head), llm.model)
+        fit_to_target(open_head(key_folder.head), llm.model)
     except (PacelineError, OSError):
         return None
-    return pupil.head
+    return key_folder.head
 
 
-def _snapshot(llm: LLM, pupil: Pupil) -> None:
+def _snapshot(llm: LLM, key_folder: KeyFolder) -> None:
     """Copy the traffic, so that training continues with the same replies after an interruption."""
-    header, replies = header_of(llm.model), pupil.replies()
+    header, replies = header_of(llm.model), key_folder.replies()
 
     def write(path: Any) -> None:
         with Journal(path, 0o600) as journal:
@@ -98,10 +103,10 @@ def _snapshot(llm: LLM, pupil: Pupil) -> None:
             for reply in replies:
                 journal.append(reply.as_dict())
 
-    replace_with(pupil.lesson, write)
+    replace_with(key_folder.training_data, write)
 
 
-def job_for(target: str, vocab_size: int, disk: int) -> TrainJob:
+def train_job(target: str, vocab_size: int, disk: int) -> TrainJob:
     """Return settings of a training run that a machine with a few cores can finish.
 
     Args:
@@ -109,14 +114,14 @@ def job_for(target: str, vocab_size: int, disk: int) -> TrainJob:
         vocab_size: Size of its vocabulary.
         disk: Maximum bytes of hidden states.
     """
-    vocabulary = _VOCABULARY if vocab_size > 2 * _VOCABULARY else None
+    vocabulary = _MAX_VOCABULARY if vocab_size > 2 * _MAX_VOCABULARY else None
     plan = TrainPlan(epochs=3.0, every=30.0)
     unused: Any = None
     return TrainJob(target, "eagle3", unused, vocabulary=vocabulary, cache=disk / 2**30, bits=4, plan=plan)
 
 
-def replayed(llm: LLM, held: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
+def compare_by_replay(llm: LLM, held_out: Sequence[RecordedReply], drafter: str, other: str) -> dict[str, float]:
     """Compare two drafters over recorded replies (see `Compare`), with prices measured on this machine."""
-    predictor = Predictor(llm.model, measured(llm.model, held[0], 1))
-    old, new = (predictor.predict(Candidate(name), held).replayed.shares for name in (drafter, other))
+    predictor = Predictor(llm.model, measure_prices(llm.model, held_out[0], 1))
+    old, new = (predictor.predict(Candidate(name), held_out).replay.reply_seconds for name in (drafter, other))
     return ratio_of_sums(old, new)

@@ -1,4 +1,4 @@
-"""Folders that only a single process may use at a time."""
+"""Locking folders that only a single process may use at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.errors import InvalidOption
 
 
 @contextmanager
-def sole_user(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder against other processes until the block ends, or this process does.
 
     On Windows, and on file systems without locks, this does nothing.

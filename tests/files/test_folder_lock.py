@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidOption
-from paceline.files.sole import sole_user
+from paceline.files.folder_lock import lock_folder
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     refused = pytest.raises(InvalidOption, match="another process is using")
     for _ in range(2):
-        with sole_user(tmp_path), refused, sole_user(tmp_path):
+        with lock_folder(tmp_path), refused, lock_folder(tmp_path):
             pass

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.gguf_file import gguf_vocab_size
 from paceline.checkpoints.head_files import holds_head, open_head, verifier_of
-from paceline.checkpoints.head_fit import fingerprint, fits, same_target, vocabulary_of
+from paceline.checkpoints.head_fit import fingerprint, fit_to_target, same_target, vocabulary_of
 from paceline.checkpoints.loader import Loaded
 from paceline.checkpoints.registry import text_config
 from paceline.errors import PacelineError
@@ -20,14 +20,14 @@ from paceline.files.stores import StoredModel, models_in, stored_models
 from paceline.protocols import TargetWithHead
 
 _LOG = logging.getLogger("paceline")
-_MOST_SEEN, _MOST = 1000, 32
+_MAX_SIZES_READ, _MAX_VOCABULARIES_READ = 1000, 32
 """Maximum number of models whose vocabulary size is read (1 ms each), and maximum number of models whose tokens are
 compared (up to 0.5 s each)."""
-_PADDING = 1 / 200
+_MAX_PADDING = 1 / 200
 """Relative difference between vocabulary sizes that padding may cause in models with the same tokenizer."""
 
 
-def found_reference(target: Loaded) -> str | None:
+def discover_drafter(target: Loaded) -> str | None:
     """Return the name of the best drafter with weights that this disk holds for a target, or None.
 
     The first choice is a head that was trained for the target, in the folder that contains the target or in the cache
@@ -35,13 +35,13 @@ def found_reference(target: Loaded) -> str | None:
     that folder or in a model store. For example, a 0.5B model made a 1.5B model write code 1.2 to 1.35 times as fast
     (benchmarks/results/2026-11-23-drafts.md).
     """
-    nearby, stored = _nearby(target.path), stored_models(everything=True)
-    reference = next(_heads(target, nearby, stored), None) or next(_siblings(target, [*nearby, *stored]), None)
+    nearby, stored = _models_nearby(target.path), stored_models(everything=True)
+    reference = next(_heads(target, nearby, stored), None) or next(_smaller_models(target, [*nearby, *stored]), None)
     _LOG.debug("%s: found %s", target.path, reference or "no drafter with weights")
     return reference
 
 
-def _nearby(path: Path) -> list[StoredModel]:
+def _models_nearby(path: Path) -> list[StoredModel]:
     try:
         return models_in(path.parent, subfolders=False)  # the parent may be a home directory
     except (PacelineError, OSError):
@@ -62,18 +62,18 @@ def _heads(target: Loaded, nearby: list[StoredModel], stored: list[StoredModel])
                 if same_target(ours, theirs):
                     yield f"head:{model.path}"
             elif verifier_of(config) in names:
-                fits(open_head(model.path), target)
+                fit_to_target(open_head(model.path), target)
                 yield f"head:{model.path}"
         except Exception:  # this search is optional, so a bad file in a store must not stop the target
             _LOG.debug("%s is not a drafter for this model", model.path, exc_info=True)
 
 
-def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
+def _smaller_models(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
     size = max((model.size for model in models if model.path == target.path), default=0) or _bytes_of(target.path)
     smaller = {model.path: model for model in models if 2 * model.size <= size}.values()
     rows, ours = target.target.vocab_size, None
-    seen = islice(sorted(smaller, key=lambda model: model.size), _MOST_SEEN)
-    for model in islice((model for model in seen if _may_share(model.path, rows)), _MOST):
+    seen = islice(sorted(smaller, key=lambda model: model.size), _MAX_SIZES_READ)
+    for model in islice((model for model in seen if _may_share_vocabulary(model.path, rows)), _MAX_VOCABULARIES_READ):
         try:
             tokenizer = open_checkpoint(model.path).tokenizer
         except Exception:  # a head, an unsupported model or a damaged file
@@ -84,7 +84,7 @@ def _siblings(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
             yield f"model:{model.path}"
 
 
-def _may_share(path: Path, rows: int) -> bool:
+def _may_share_vocabulary(path: Path, rows: int) -> bool:
     """Return True if a model's vocabulary size allows that it has the same vocabulary as a target with `rows` rows.
 
     The result is also True if the files do not show the size.
@@ -94,7 +94,7 @@ def _may_share(path: Path, rows: int) -> bool:
             found = gguf_vocab_size(path)
         else:
             found = text_config(read_json(path / "config.json", IDENTITY)).get("vocab_size") or rows
-        return bool(abs(found - rows) <= _PADDING * rows)
+        return bool(abs(found - rows) <= _MAX_PADDING * rows)
     except Exception:  # a damaged file
         _LOG.debug("the vocabulary size of %s is unknown", path, exc_info=True)
         return False

@@ -11,8 +11,8 @@ import pytest
 from paceline.checkpoints.checkpoint import open_checkpoint
 from paceline.checkpoints.head_fit import fingerprint
 from paceline.checkpoints.loader import Loaded, load_model
-from paceline.drafters import found
-from paceline.drafters.factory import drafter_for, open_drafter
+from paceline.drafters import discovery
+from paceline.drafters.factory import open_drafter, resolve_spec
 from paceline.drafters.stack import DrafterStack
 from paceline.errors import HeadMismatch, InvalidOption
 from paceline.files.stores import StoredModel
@@ -23,7 +23,7 @@ from tests.support.gguf_writing import Q, write_gguf
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     """Return a folder with only a float32 GGUF, because a float16 file has more than half its size."""
-    monkeypatch.setattr(found, "stored_models", lambda everything: [])
+    monkeypatch.setattr(discovery, "stored_models", lambda everything: [])
     folder = tmp_path / "models"
     folder.mkdir()
     write_gguf(folder / "large.gguf")
@@ -43,22 +43,22 @@ def test_nothing_is_found(target: Loaded) -> None:
     write_gguf(folder / "other-words.gguf", kind=Q.Q4_0, tokens=["b", "a", "ab", "<s>", "</s>"])
     write_gguf(folder / "too-large.gguf", kind=Q.F16)
     head(folder / "head", of="0" * 32 + ":" + "f" * 256)
-    assert drafter_for("found", target) == "suffix"
+    assert resolve_spec("found", target) == "suffix"
 
 
 def test_the_smallest_model_with_the_same_vocabulary(target: Loaded) -> None:
     folder = target.path.parent
     write_gguf(folder / "small.gguf", kind=Q.Q8_0)
     write_gguf(folder / "smallest.gguf", kind=Q.Q4_0)
-    assert drafter_for("found", target) == f"suffix+model:{folder / 'smallest.gguf'}"
+    assert resolve_spec("found", target) == f"suffix+model:{folder / 'smallest.gguf'}"
 
 
 def test_a_model_in_a_store(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "blob"
     write_gguf(path, kind=Q.Q4_0)
     stored = StoredModel("ollama:a:b", path, path.stat().st_size, "ollama")
-    monkeypatch.setattr(found, "stored_models", lambda everything: [stored] if everything else [])
-    assert drafter_for("found", target) == f"suffix+model:{path}"
+    monkeypatch.setattr(discovery, "stored_models", lambda everything: [stored] if everything else [])
+    assert resolve_spec("found", target) == f"suffix+model:{path}"
 
 
 def test_many_small_models_of_other_vocabularies_hide_none(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,17 +68,17 @@ def test_many_small_models_of_other_vocabularies_hide_none(target: Loaded, monke
         opened.append(path)
         return open_checkpoint(path)
 
-    monkeypatch.setattr(found, "open_checkpoint", counted)
+    monkeypatch.setattr(discovery, "open_checkpoint", counted)
     for i in range(50):
         unrelated(folder / f"other-{i}", vocab_size=7)
     write_gguf(folder / "small.gguf", kind=Q.Q4_0)
-    assert drafter_for("found", target) == f"suffix+model:{folder / 'small.gguf'}"
+    assert resolve_spec("found", target) == f"suffix+model:{folder / 'small.gguf'}"
     assert opened == [folder / "small.gguf"]
     for i in range(50):
         unrelated(folder / f"alike-{i}", vocab_size=5)
     opened.clear()
-    assert drafter_for("found", target) == "suffix"
-    assert len(opened) == found._MOST, "no more are opened"
+    assert resolve_spec("found", target) == "suffix"
+    assert len(opened) == discovery._MAX_VOCABULARIES_READ, "no more are opened"
 
 
 def unrelated(folder: Path, vocab_size: int) -> None:
@@ -102,17 +102,17 @@ def test_a_published_head_that_names_the_target(
         (path / "config.json").write_text(json.dumps(about))
     held = {"meta/target": target.path, **paths}
     stored = [StoredModel(name, path, target.path.stat().st_size, "huggingface") for name, path in held.items()]
-    monkeypatch.setattr(found, "stored_models", lambda everything: stored)
-    monkeypatch.setattr(found, "open_head", lambda path: path)
-    monkeypatch.setattr(found, "fits", checked)
-    assert drafter_for("found", target) == (f"suffix+head:{paths['eagle/mine']}" if fits else "suffix")
+    monkeypatch.setattr(discovery, "stored_models", lambda everything: stored)
+    monkeypatch.setattr(discovery, "open_head", lambda path: path)
+    monkeypatch.setattr(discovery, "fits", checked)
+    assert resolve_spec("found", target) == (f"suffix+head:{paths['eagle/mine']}" if fits else "suffix")
 
 
 def test_a_head_goes_before_a_model(target: Loaded) -> None:
     folder = target.path.parent
     write_gguf(folder / "smallest.gguf", kind=Q.Q4_0)
     head(folder / "my-head", of=fingerprint(target))
-    assert drafter_for("found", target) == f"suffix+head:{folder / 'my-head'}"
+    assert resolve_spec("found", target) == f"suffix+head:{folder / 'my-head'}"
 
 
 def test_load_accepts_the_drafter_found(target: Loaded) -> None:
