@@ -38,15 +38,15 @@ third faster."""
 class Codes:
     """A quantised weight matrix [out, in]: w = scale * (code - zero point) + offset, in groups of `GROUP` per row.
 
-    GGUF's Q4_1 has this form with 4 bits, Q4_0 with 4 bits and offset = -8 scale, and Q8_0 with 8 bits and no offset.
+    GGUF's Q4_1 has this form with 4 bits, Q4_0 with 4 bits and offset = -8 * scale, and Q8_0 with 8 bits and no offset.
 
     Attributes:
-        codes: uint8 [out, `width` padded to a multiple of GROUP]. With 4 bits: 0 to 15, zero point 0. With 8
-            bits: 0 to 255, zero point 128. The padding has no meaning.
+        codes: uint8 [out, `width` padded to a multiple of GROUP], one code per byte. With 4 bits: 0 to 15, zero point
+            0. With 8 bits: 0 to 255, zero point 128. The padding may have any value.
         scale: float16 [out, groups].
         offset: float16 [out, groups]. It may be None with 8 bits.
         bits: 4 or 8.
-        width: Number of inputs.
+        width: Number of columns, without the padding.
     """
 
     codes: Tensor
@@ -98,7 +98,7 @@ class Codes:
 def stack(parts: Sequence[Codes]) -> Codes:
     """Stack matrices of the same width along the outputs, without rounding.
 
-    If the parts have different numbers of bits, the result has 8 bits. It has a offset if any part has one.
+    If the parts have different numbers of bits, the result has 8 bits. It has an offset if any part has one.
     """
     if len(parts) == 1:
         return parts[0]
