@@ -24,8 +24,8 @@ CACHES: dict[str, Callable[[], SlabCache]] = {
 }
 
 
-def begun(cache: SlabCache, *slots: int) -> Rows:
-    """Begin a pass over a tree after each slot's text. Return its rows."""
+def begin_pass(cache: SlabCache, *slots: int) -> Rows:
+    """Begin a pass over each slot's last token (row 0) and two drafted children (rows 1 and 2). Return its rows."""
     lengths = [cache.lengths[slot] for slot in slots]
     rows = pack([3] * len(slots), [Draft((5, 6), (0, 0))] * len(slots), slots, lengths, CPU)
     cache.begin(rows)
@@ -39,7 +39,7 @@ def cache(request: pytest.FixtureRequest) -> SlabCache:
 
 def test_an_earlier_pass_cannot_be_committed_before_the_latest_one(cache: SlabCache) -> None:
     slot = cache.acquire()
-    earlier, latest = begun(cache, slot), begun(cache, slot)
+    earlier, latest = begin_pass(cache, slot), begin_pass(cache, slot)
     with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
         cache.commit(earlier, [[2]])
     assert cache.lengths[slot] == 0
@@ -49,19 +49,19 @@ def test_an_earlier_pass_cannot_be_committed_before_the_latest_one(cache: SlabCa
 
 def test_an_earlier_pass_cannot_be_committed_after_the_latest_one(cache: SlabCache) -> None:
     slot = cache.acquire()
-    earlier, latest = begun(cache, slot), begun(cache, slot)
+    earlier, latest = begin_pass(cache, slot), begin_pass(cache, slot)
     cache.commit(latest, [[2]])
     for rows in (earlier, latest):
         with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
             cache.commit(rows, [[]])
     assert cache.lengths[slot] == 2
-    cache.commit(begun(cache, slot), [[]])
+    cache.commit(begin_pass(cache, slot), [[]])
     assert cache.lengths[slot] == 3
 
 
-def test_a_pass_of_one_slot_leaves_the_pass_of_another_valid(cache: SlabCache) -> None:
+def test_a_new_pass_replaces_the_pass_of_its_own_slot_only(cache: SlabCache) -> None:
     first, second = cache.acquire(), cache.acquire()
-    both, later = begun(cache, first, second), begun(cache, second)
+    both, later = begin_pass(cache, first, second), begin_pass(cache, second)
     with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):
         cache.commit(both, [None, [1]])
     cache.commit(both, [[1], None])
@@ -69,9 +69,9 @@ def test_a_pass_of_one_slot_leaves_the_pass_of_another_valid(cache: SlabCache) -
     assert [cache.lengths[slot] for slot in (first, second)] == [2, 2]
 
 
-def test_a_pass_ends_with_the_request_of_its_slot(cache: SlabCache) -> None:
+def test_releasing_a_slot_ends_its_pass(cache: SlabCache) -> None:
     slot = cache.acquire()
-    rows = begun(cache, slot)
+    rows = begin_pass(cache, slot)
     cache.release(slot)
     assert cache.acquire() == slot
     with pytest.raises(CacheError, match="Commit only the slot's latest pass, and only once"):

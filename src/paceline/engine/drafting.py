@@ -101,7 +101,7 @@ def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
         if not policy.controllers or any(r.sampler.rule != "match" for r in members.values()):
             plans.append(PolicyPlan(policy, members, _fixed_asks(policy, members, cache)))
         # If a text cannot be drafted, most of its rounds come here, so this must cost next to nothing.
-        elif all(one.resting and all(one in r.judged for r in members.values()) for one in policy.controllers):
+        elif all(c.resting and all(c in r.learned_by for r in members.values()) for c in policy.controllers):
             plans.append(PolicyPlan(policy, members, {}, resting=True))
         else:
             parts = []
@@ -149,7 +149,7 @@ def _state_of(request: Request, controller: Controller) -> RequestState:
     length = len(request.token_ids)
     behind = unread(request) if controller.reads_prompt else 0
     return RequestState(
-        behind, request.stream.left, length - request.num_prompt_tokens, controller not in request.judged
+        behind, request.stream.left, length - request.num_prompt_tokens, controller not in request.learned_by
     )
 
 
@@ -208,12 +208,12 @@ def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
         InvalidOption: If a draft is invalid (see `DraftPolicy.check_drafts`).
     """
     drafts, seconds = [*plan.known], list[float]()
-    for one in plan.policies:
+    for policy_plan in plan.policies:
         began = timer()
-        if one.asks:
-            made = one.policy.drafter.propose([*one.asks.values()])
-            one.policy.check_drafts([*one.asks.values()], made, vocab_size)
-            for place, draft in zip(one.asks, made, strict=True):
+        if policy_plan.asks:
+            made = policy_plan.policy.drafter.propose([*policy_plan.asks.values()])
+            policy_plan.policy.check_drafts([*policy_plan.asks.values()], made, vocab_size)
+            for place, draft in zip(policy_plan.asks, made, strict=True):
                 drafts[place] = draft
         seconds.append(timer() - began)
     return Drafted(drafts, seconds)
@@ -223,42 +223,42 @@ def propose(plan: RoundPlan, vocab_size: int, timer: Timer) -> Drafted:
 
 
 def learn(
-    plan: RoundPlan, requests: Sequence[Request], drafted: Drafted, verdicts: Sequence[Verdict], verifying: float
+    plan: RoundPlan, requests: Sequence[Request], drafted: Drafted, verdicts: Sequence[Verdict], seconds: float
 ) -> None:
-    """Give the controllers the outcome of a committed round. `verifying`: Seconds that the round took, without
-    drafting."""
+    """Give the controllers the outcome of a committed round. `seconds`: Duration of the round, without drafting."""
     drafts, rows = drafted.drafts, sum(1 + len(draft.tokens) for draft in drafted.drafts)
     resumed = any(draft.carried for draft in drafts)
-    for one, seconds in zip(plan.policies, drafted.seconds, strict=True):
-        for i in one.asks:
-            if not one.parts or one.parts[drafts[i].part].controller.reads_prompt:
+    for policy_plan, draft_seconds in zip(plan.policies, drafted.seconds, strict=True):
+        for i in policy_plan.asks:
+            if not policy_plan.parts or policy_plan.parts[drafts[i].part].controller.reads_prompt:
                 requests[i].num_seen_tokens = len(requests[i].token_ids) - len(verdicts[i].tokens)
-        over = [r for i, r in one.members.items() if verdicts[i].finish not in (None, "error")]
-        ended = [len(r.token_ids) - r.num_prompt_tokens for r in over]
-        if one.resting:
-            tokens = sum(len(verdicts[i].tokens) for i in one.members)
-            for controller in one.policy.controllers:
-                controller.rest(tokens, ended)
+        finished = [r for i, r in policy_plan.members.items() if verdicts[i].finish not in (None, "error")]
+        reply_lengths = [len(r.token_ids) - r.num_prompt_tokens for r in finished]
+        if policy_plan.resting:
+            tokens = sum(len(verdicts[i].tokens) for i in policy_plan.members)
+            for controller in policy_plan.policy.controllers:
+                controller.rest(tokens, reply_lengths)
             continue
-        payer = _payer(one, drafts)
-        for number, part in enumerate(one.parts):
+        payer = _payer(policy_plan, drafts)
+        for number, part in enumerate(policy_plan.parts):
             for i in part.states:
-                requests[i].judged.add(part.controller)
+                requests[i].learned_by.add(part.controller)
             own = [i for i in part.states if _is_own(number, drafts[i])]
-            carried_out = [i for i in own if i in part.budgets] if part.plan.size_index else own
+            # A plan that drafts nothing (size 0) holds for all requests, other plans for the requests with a budget.
+            followed = [i for i in own if i in part.budgets] if part.plan.size_index else own
             outcome = Outcome(
                 part.plan,
-                [part.states[i] for i in carried_out],
-                [part.budgets.get(i, _NOTHING) for i in carried_out],
-                [drafts[i] for i in carried_out],
-                [verdicts[i] for i in carried_out],
-                seconds if number == payer else 0.0,
-                verifying,
-                len(requests),
-                rows,
-                resumed,
-                sum(len(verdicts[i].tokens) for i in one.members if _is_others(number, drafts[i])),
-                ended,
+                [part.states[i] for i in followed],
+                [part.budgets.get(i, _NOTHING) for i in followed],
+                [drafts[i] for i in followed],
+                [verdicts[i] for i in followed],
+                drafting=draft_seconds if number == payer else 0.0,
+                verifying=seconds,
+                together=len(requests),
+                rows=rows,
+                resumed=resumed,
+                other_tokens=sum(len(verdicts[i].tokens) for i in policy_plan.members if _is_others(number, drafts[i])),
+                ended_lengths=reply_lengths,
             )
             part.controller.learn(outcome)
 

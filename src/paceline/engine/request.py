@@ -44,7 +44,7 @@ class Request:
         adapter: See `KVCache.acquire`.
         resumed: True if the request gave up its slot and later acquired another one.
         images: The prompt with its images. None if it contains no images.
-        judged: Controllers that have learned from this request.
+        learned_by: Controllers that have learned from this request.
         on_finish: Called once, with the request, when it has ended.
     """
 
@@ -65,7 +65,7 @@ class Request:
     adapter: int = 0
     resumed: bool = False
     images: ImagePrompt | None = None
-    judged: set[Controller] = field(default_factory=set)
+    learned_by: set[Controller] = field(default_factory=set)
     on_finish: Callable[[Request], object] | None = None
 
     @property

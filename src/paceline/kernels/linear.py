@@ -142,8 +142,9 @@ class _Packed(Linear):
 class _Coded(Linear):
     """A linear layer with quantised weights, for any device. It computes one group at a time.
 
-    The sum of a group consists of integers below 2^24, so it is exact in float32 in any order. The groups are added in
-    order. So a row's bits do not depend on the other rows. This code is slow. The CPU kernels are fast.
+    Within a group, all partial sums are integers below 2^24, so float32 adds them exactly in any order. The groups are
+    added in order. A row's result is therefore bit-identical whatever the other rows are. This is the slow path for
+    weights that the CPU kernels do not support.
     """
 
     def __init__(self, codes: Codes, bias: Tensor | None) -> None:
@@ -169,7 +170,8 @@ class _Coded(Linear):
 
 
 class FixedTile(Linear):
-    """A linear layer on CUDA for exact mode, where rows do not depend on each other (`cuda.kernels.fixed_product`)."""
+    """A linear layer on CUDA for exact mode, where each row's result is bit-identical whatever the other rows are
+    (`cuda.kernels.fixed_product`)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight.contiguous(), bias

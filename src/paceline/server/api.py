@@ -54,10 +54,10 @@ class Encoder(ABC):
 
     @abstractmethod
     def heartbeat(self) -> Event:
-        """Return an event that adds nothing, for a stream that is silent."""
+        """Return an empty event, which keeps an idle stream alive."""
 
     def progress(self, usage: Usage) -> Event:
-        """Return an event that reports how much of the prompt has been read. By default it is a heartbeat."""
+        """Return an event that reports how much of the prompt has been processed. By default it is a heartbeat."""
         return self.heartbeat()
 
     @abstractmethod
@@ -69,11 +69,12 @@ class Encoder(ABC):
         """Return the whole answer, after `end`."""
 
     def failed(self, error: ApiError) -> Event:
-        """Return the event that ends a stream early. By default it is OpenAI's error."""
+        """Return the event that ends a stream early. By default it is an error in OpenAI's
+        format."""
         return error.body
 
     def encode(self, event: Event) -> bytes:
-        """Return the bytes of a server-sent event. If the event has a type, that is its name."""
+        """Return the bytes of a server-sent event. The event's `type`, if there is one, becomes its name."""
         name = f"event: {event['type']}\n".encode() if "type" in event else b""
         return name + b"data: " + dumps(event) + b"\n\n"
 
@@ -81,15 +82,15 @@ class Encoder(ABC):
 class Api(ABC, Generic[Body]):
     """An API for generated text.
 
-    The body has properties that the server reads: `constrained` must be True if the reply needs a grammar, and
-    `image_chars` must count the images. The checklist in docs/how-to/own-api.md lists further places to change, such as
-    the shape of errors.
+    The class of the request bodies must have two properties: `constrained` (True if the reply needs a grammar) and
+    `image_chars` (number of base64 characters of all images). The checklist in docs/how-to/own-api.md lists further
+    places to change, such as the format of errors.
 
     Attributes:
         path: The path of the requests.
-        body: The model of the bodies.
+        body: The pydantic class of the request bodies.
         id_prefix: The beginning of an answer's id.
-        about: The effect of a request, for the OpenAPI document.
+        about: The description of the endpoint in the OpenAPI document.
         media_type: The media type of streams. "" if the API has none.
     """
 

@@ -33,18 +33,18 @@ LOG = logging.getLogger("paceline.server")
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_NAMES = 1000
-_named: set[str] = set()
-"""Parameters that the log has named."""
+_logged: set[str] = set()
+"""Parameters that were logged as ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Treatment of parameters that have no effect here.
+    """The rule for parameters that have no effect on this server.
 
     Attributes:
         names: The parameters.
         why: The reason.
-        values: The accepted values, in addition to null. None for any value.
+        values: The accepted values. Null is always accepted. If `values` is None, every value is accepted.
     """
 
     names: tuple[str, ...]
@@ -54,36 +54,36 @@ class Rule:
     def field(self, name: str) -> Any:
         """Return the definition of one of the parameters, for pydantic."""
         if self.values is None:
-            # The value may be megabytes of anything.
+            # Drop the value before validation, because it may be large and of any type.
             kind: Any = Annotated[Any, self, BeforeValidator(partial(_ignore, name, self.why))]
             about = f"Accepted and ignored: {self.why}."
         else:
             schema = WithJsonSchema({"enum": [*self.values, None]})
             kind = Annotated[Any, self, PlainValidator(partial(_check_neutral, self.values)), schema]
-            about = f"Accepted at the value that changes nothing: {self.why}."
+            about = f"Accepted only with a value that has no effect: {self.why}."
         more: dict[str, Any] = {} if name.isidentifier() and name[0] != "_" else {"alias": name}
         return kind, Field(None, description=about, **more)
 
 
 def ignored_parameters(names: str, why: str) -> Rule:
-    """Return the rule of parameters that are accepted at any value."""
+    """Return the rule for parameters that are accepted with any value. `names`: separated by spaces."""
     return Rule(tuple(names.split()), why)
 
 
 def accepted_values(values: tuple[Any, ...], names: str, why: str) -> Rule:
-    """Return the rule of parameters that are accepted at these values, or null."""
+    """Return the rule for parameters that are accepted with these values or null. `names`: separated by spaces."""
     return Rule(tuple(names.split()), why, values)
 
 
 def _ignore(name: str, why: str, value: Any) -> None:
     if value is not None:
-        name_once(name, why)
+        log_ignored_once(name, why)
 
 
-def name_once(name: str, why: str) -> None:
+def log_ignored_once(name: str, why: str) -> None:
     """Log that a parameter is ignored, unless the log already says so."""
-    if name not in _named and len(_named) < _MAX_NAMES:
-        _named.add(name)
+    if name not in _logged and len(_logged) < _MAX_NAMES:
+        _logged.add(name)
         LOG.info("parameter ignored, here and in later requests: %s (%s)", ascii(name[:100])[1:-1], why)
 
 
@@ -159,7 +159,7 @@ class OllamaObject(Lenient):
         known = Lenient._limit_keys.__func__(cls, body)
         if isinstance(body, dict) and len(known) < len(body):
             for name in islice((key for key in body if key not in known), 20):
-                name_once(name, "unknown, as in Ollama")
+                log_ignored_once(name, "unknown, as in Ollama")
         return known
 
 

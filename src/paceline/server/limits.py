@@ -73,18 +73,19 @@ class Settings:
 
     @property
     def max_image_chars(self) -> int:
-        """Maximum characters of all images in a request as base64, with some for the beginnings of data URLs."""
+        """Maximum number of base64 characters of all images in a request, with an allowance for the beginnings of data
+        URLs."""
         return -(-self.max_image_bytes // 3) * 4 + 100 * self.max_images
 
 
 def authorization(headers: Headers) -> str:
-    """Return the credentials of a request: OpenAI's header, or Anthropic's in its form."""
+    """Return the `Authorization` header of a request, or Anthropic's `X-Api-Key` in the form `Bearer KEY`."""
     key = headers.get("x-api-key")
     return headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
 def check_key(keys: Sequence[str], authorization: str) -> None:
-    """Raise `ApiError` 401 unless the header holds one of the keys, compared in constant time."""
+    """Raise `ApiError` 401 unless the header holds one of the keys. Without keys, every request is accepted."""
     if not keys:
         return
     if authorization.partition(" ")[0].lower() != "bearer" or not any(_matches(keys, authorization)):
@@ -97,12 +98,12 @@ def check_key(keys: Sequence[str], authorization: str) -> None:
 
 
 def key_index(keys: Sequence[str], authorization: str) -> int:
-    """Return the number of the key that an accepted header holds; 0 for a server without keys."""
+    """Return the index of the key in an accepted header, or 0 if the server has no keys."""
     return next((number for number, same in enumerate(_matches(keys, authorization)) if same), 0)
 
 
 def _matches(keys: Sequence[str], authorization: str) -> list[bool]:
-    """Compare the header with each key. The time does not depend on where they differ."""
+    """Compare the header with each key, in a time that does not depend on where they differ."""
     given = authorization.partition(" ")[2].strip().encode(errors="replace")
     return [hmac.compare_digest(key.encode(), given) for key in keys]
 

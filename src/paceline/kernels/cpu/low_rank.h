@@ -1,17 +1,18 @@
-// LoRA adapters: y = W x + B (A x), computed row by row, so that a row's bits depend only on its own adapter.
+// LoRA adapters: y = W x + B (A x), computed row by row, so that a row's result does not depend on the other rows or their adapters.
 #pragma once
 
 #include "elements.h"
 
 namespace paceline {
 
-// Columns `first` to `first` + `count` - 1 of B for 16 outputs: b [count, 16], in the stream's type.
+// The part of B for 16 outputs: its columns `first` to `first` + `count` - 1, b [count, 16], in the type of the activations. In a
+// fused layer, such as query, key and value, each projection has columns of its own, and B is 0 elsewhere.
 struct LowRankBlock {
     const void* b;
     int32_t first, count;
 };
 
-// An adapter's factors for one linear layer. A [rank, in] is in the stream's type, with `rank` a multiple of 4 and `in` padded to
+// An adapter's factors for one linear layer. A [rank, in] is in the type of the activations, with `rank` a multiple of 4 and `in` padded to
 // whole lanes. `rank` is 0 if the adapter does not change the linear layer.
 struct LowRank {
     const void* a;
@@ -37,7 +38,7 @@ struct LowRank {
     [[gnu::flatten]] Floats expand(Floats y, const float* u, int at) const {
         const LowRankBlock& block = blocks[at / LANES];
         const auto* b = static_cast<const typename Element::Number*>(block.b);
-        Floats sums[4] = {y};  // four sums, so that a multiplication does not wait for the previous one
+        Floats sums[4] = {y};  // four sums, because each multiplication waits for the previous one of its sum
         int j = 0;
         for (; j + 4 <= block.count; j += 4)
             for (int i = 0; i < 4; i++) sums[i] = fma(Element::widen(b + (j + i) * LANES), all(u[block.first + j + i]), sums[i]);
