@@ -161,7 +161,7 @@ def test_a_training_run_stops_at_the_first_request_and_goes_on_later(
 ) -> None:
     monkeypatch.setattr(learner_module, "TRAIN_COMMAND", SLEEPS)
     llm = fresh_llm()
-    learner = Learner(llm, [], plan(tmp_path / "l", idle=0.01, min_new_tokens=20))
+    learner = Learner(llm, [], plan(tmp_path / "l", idle=0.01, min_traffic_tokens=20))
     with serving(llm, learner=learner) as it:
         time.sleep(0.1)
         assert learner._child is None, "there is nothing to learn from yet"
@@ -182,7 +182,7 @@ def test_a_training_run_that_fails_is_not_repeated_for_the_same_traffic(
 ) -> None:
     monkeypatch.setattr(learner_module, "TRAIN_COMMAND", FAILS)
     llm = fresh_llm()
-    with serving(llm, learner=Learner(llm, [], plan(tmp_path / "l", idle=0.01, min_new_tokens=20))) as it:
+    with serving(llm, learner=Learner(llm, [], plan(tmp_path / "l", idle=0.01, min_traffic_tokens=20))) as it:
         ask(it)
         assert soon(lambda: "a training run failed with exit code 1" in caplog.text)
         time.sleep(0.3)
@@ -193,7 +193,7 @@ def test_a_training_run_that_fails_is_not_repeated_for_the_same_traffic(
 
 def test_no_training_run_begins_without_memory_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     llm = fresh_llm()
-    poor = plan(tmp_path / "l", idle=0.01, min_new_tokens=20, free_memory=lambda: 0)
+    poor = plan(tmp_path / "l", idle=0.01, min_traffic_tokens=20, free_memory=lambda: 0)
     with serving(llm, learner=Learner(llm, [], poor)) as it:
         ask(it)
         assert soon(lambda: "not enough memory to load the model again" in caplog.text)

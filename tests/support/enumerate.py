@@ -12,7 +12,7 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 class Script:
-    """A `Chance` with given first choices. Later choices take the first possibility, and record the others."""
+    """`RandomDraws` with given first choices. Later choices take the first possibility, and record the others."""
 
     def __init__(self, given: Sequence[int]) -> None:
         self._given, self._taken = given, list[int]()

@@ -157,16 +157,20 @@ def test_invalid_starting_points_are_refused_before_anything_is_answered(llm: LL
 
 
 @pytest.mark.slow
-def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(
-    llm: LLM, order: TrainJob, tmp_path: Path
+@pytest.mark.parametrize(("kind", "name"), [("eagle3", "lm_head.weight"), ("block", "markov_head.markov_w2.weight")])
+def test_a_drafter_keeps_the_rows_of_tokens_that_it_knew(
+    kind: str, name: str, llm: LLM, order: TrainJob, tmp_path: Path
 ) -> None:
+    order = replace(order, kind=kind)
     train(llm, replace(order, vocabulary=20))
     still = replace(order.plan, rate=1e-9, epochs=0.1)
     train(llm, replace(order, vocabulary=30, out=tmp_path / "next", start=order.out, plan=still))
+    new = llm.model.target.head() if kind == "eagle3" else torch.zeros(llm.model.target.vocab_size, order.rank or 0)
     first, second = open_head(order.out).tensors, open_head(tmp_path / "next").tensors
     known, ids = (list(torch.arange(len(t["d2t"])) + t["d2t"]) for t in (first, second))
-    for token, row in zip(ids, second["lm_head.weight"], strict=True):
-        origin = first["lm_head.weight"][known.index(token)] if token in known else llm.model.target.head()[token]
+    assert first[name].any()
+    for token, row in zip(ids, second[name], strict=True):
+        origin = first[name][known.index(token)] if token in known else new[token]
         torch.testing.assert_close(row.float(), origin.float(), rtol=1e-2, atol=1e-3)
     with pytest.raises(InvalidOption, match=r"it has a .* instead of a"):
         train(llm, replace(order, ffn=24, out=tmp_path / "wide", start=order.out))
@@ -180,6 +184,7 @@ def test_tokens_that_a_drafter_did_not_know_begin_at_the_targets_rows(
         ({"plan": loop.TrainPlan(epochs=0)}, "epochs must be > 0"),
         ({"plan": loop.TrainPlan(rate=2.0)}, "got 1 and 2"),
         ({"vocabulary": 99}, "draft vocabulary .* got 99"),
+        ({"kind": "block", "steps": 1}, "at least 2 tokens, got --steps 1"),
     ],
 )
 def test_a_bad_order_is_refused(changes: dict[str, object], said: str, llm: LLM, order: TrainJob) -> None:

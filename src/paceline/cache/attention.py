@@ -48,7 +48,7 @@ class LayerAttention:
             device.
         single: True if the keys also serve as values, so that they are stored only once.
         chunked: True if windows begin at multiples of `window` (chunked attention).
-        kernel: Computes the attention (`kernels.cpu.attention.attend`). None for torch's products.
+        kernel: Computes the attention (`kernels.cpu.attention.attend`). None if torch computes it.
     """
 
     scale: float

@@ -85,7 +85,7 @@ def read_factors(name: str, adapter: Adapter, base: Mapping[str, Any], **fetch: 
 
     Raises:
         InvalidOption: If a path is not a LoRA adapter.
-        UnsupportedModel: If the adapter changes more than matrix products, or its rank exceeds `MAX_RANK`.
+        UnsupportedModel: If the adapter changes more than linear layers, or its rank exceeds `MAX_RANK`.
         PacelineError: See `resolve` and `LoraAdapter`.
     """
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}

@@ -89,7 +89,7 @@ class MergeRules:
         return int(_matching(self._ranks, module, self._rank))
 
     def scale_of(self, module: str) -> float:
-        """Return the scale s of a module's product."""
+        """Return the scale s of a module's factors."""
         rank = self.rank_of(module)
         return _matching(self._alphas, module, self._alpha) / (rank**0.5 if self._rank_stabilised else rank)
 
@@ -197,7 +197,7 @@ class LoraAdapter:
         return name
 
     def scale_of(self, module: str) -> float:
-        """Return the scale s of a module's product."""
+        """Return the scale s of a module's factors."""
         return self.rules.scale_of(self._trained[module])
 
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ class LoraAdapter:
         """Return A [r, in] and the scaled B [out, r] of each module, in float32 or wider.
 
         Raises:
-            UnsupportedModel: If the adapter changes more than matrix products. Such an adapter must be merged.
+            UnsupportedModel: If the adapter changes more than linear layers. Such an adapter must be merged.
         """
         parts = {part for found in self.changes.values() for part in found}
         kinds = {"bias": "has biases of its own", "lora_embedding_A": "changes an embedding"}
@@ -294,7 +294,8 @@ class MergedTensors(LazyTensors):
         return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
-        """Return a tensor before products are added to it: the base model's tensor, or the tensor that replaces it."""
+        """Return a tensor before the products of its factors are added: the base model's tensor, or the tensor that
+        replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.replacements:
             # A replaced embedding does not affect a tied head. However, if the embedding also has products, it was

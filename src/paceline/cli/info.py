@@ -152,7 +152,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def _runner() -> str:
-    """Return the runner of matrix products with default options, and how to get a faster one."""
+    """Return what runs matrix multiplications with default options, and how to get a faster one."""
     from paceline.checkpoints.loader import pick_device, pick_dtype
     from paceline.files.progress import progress_bar
     from paceline.models.runner_choice import runner_of
@@ -210,7 +210,7 @@ def _model_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{name}, {amount(f['parameters'])} parameters"),
         ("path", f["path"]),
         ("file", f"{f['format']}, {amount(f['file_bytes'], 'bytes')}: {shares}"),
-        ("runs", f["runs"] + (f"; matrix products on {f['runner']}" if native else "")),
+        ("runs", f["runs"] + (f"; matrix multiplications on {f['runner']}" if native else "")),
         *([("--quantize", _quantize_text(f["own_codes"]))] if native else []),
         *([("built-in drafter", f"{built_in}: a layer for multi-token prediction")] if built_in else []),
         ("default drafter", f"{AUTO}+{built_in}" if built_in else AUTO),

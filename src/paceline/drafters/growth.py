@@ -21,8 +21,8 @@ from paceline.verify.tree import MIN_ROWS, shape
 _NEXT_ACCEPTANCE = 0.85
 """Assumed probability that the next token will be accepted if its parent is accepted. It is needed before the token is
 drafted."""
-_OUTLIER, _MEMORY = 2.0, 8.0
-"""Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEMORY` times."""
+_OUTLIER, _MEAN_COUNT = 2.0, 8.0
+"""Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEAN_COUNT` times."""
 _MIN_DRAWN_PROBABILITY = 0.3
 """Minimum probability of a path that is extended by drawn tokens. It is a constant, because a drawn draft must not
 depend on measured costs."""
@@ -275,7 +275,7 @@ class TreeDrafter(Drafter):
         began = perf_counter()
         logits = self.level(growths)
         seconds, mean = perf_counter() - began, self._level_seconds
-        self._level_seconds = seconds if mean is None else mean + (min(seconds, _OUTLIER * mean) - mean) / _MEMORY
+        self._level_seconds = seconds if mean is None else mean + (min(seconds, _OUTLIER * mean) - mean) / _MEAN_COUNT
         return logits
 
     def _pays(self, growths: Sequence[TreeGrowth]) -> bool:

@@ -1,7 +1,7 @@
 """The file format of a cached text: its tokens, and the states of the target and the drafters after these tokens.
 
     magic, version, checksum and sizes of the header      32 bytes
-    header: JSON, then tokens and checksums as arrays     see `_Header`
+    header: JSON, then tokens and checksums as arrays     see `PrefixHeader`
     tensors, each at a multiple of 4096 bytes             mapped into memory when they are loaded
 
 Everything is verified before it is used: the header by its checksum, when a folder is opened, and the tensors by one

@@ -211,7 +211,7 @@ def gather_kv_(cache: Tensor, lengths: Tensor, accepted: Accepted) -> Tensor:
 
 
 class _GivenDraws:
-    """The target's distributions in one request's round, and the random draws (`verify.rejection.Chance`)."""
+    """The target's distributions in one request's round, and the random draws (`verify.rejection.RandomDraws`)."""
 
     def __init__(self, logits: Tensor, temperature: float, uniforms: list[list[float]]) -> None:
         self._logits, self._temperature, self._uniforms = logits, temperature, uniforms

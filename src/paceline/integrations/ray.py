@@ -32,7 +32,7 @@ from paceline.server.bodies import BodyReader
 from paceline.server.errors import ApiError, api_error
 from paceline.server.limits import Settings, authorization, check_host, check_key
 from paceline.server.listen import check_address
-from paceline.server.preprocessing import MIN_LONG_BODY, Preprocessor, client_id
+from paceline.server.preprocessing import MAX_SHORT_BODY, Preprocessor, client_id
 
 _ATTEMPTS = 2
 """Number of replicas to try if they die before they begin to answer a request."""
@@ -157,7 +157,9 @@ class Front:
 
     async def _route(self, request: Request, body: bytes) -> Route:
         work = partial(route_of, request.headers, body)
-        return work() if len(body) <= MIN_LONG_BODY else await self._preprocessor.run("parse", client_id(request), work)
+        return (
+            work() if len(body) <= MAX_SHORT_BODY else await self._preprocessor.run("parse", client_id(request), work)
+        )
 
     async def _begin(self, request: Request, body: bytes) -> tuple[Any, list[Message]]:
         """Start a replica's answer. If the replica dies, try another one, since the client has received nothing yet.

@@ -143,8 +143,8 @@ class _Coded(Linear):
     """A linear layer with quantised weights, for any device. It computes one group at a time.
 
     Within a group, all partial sums are integers below 2^24, so float32 adds them exactly in any order. The groups are
-    added in order. A row's result is therefore bit-identical whatever the other rows are. This is the slow path for
-    weights that the CPU kernels do not support.
+    added in order. A row's result is therefore bit-identical whatever the other rows are. This is the slow path,
+    for devices and builds without the CPU kernels.
     """
 
     def __init__(self, codes: Codes, bias: Tensor | None) -> None:

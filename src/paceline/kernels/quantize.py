@@ -30,8 +30,8 @@ ZERO_POINT = {4: 0, 8: 128}
 """Number of bits -> the code of a weight that equals the group's offset, or 0 if there is no offset."""
 
 _CHUNK_WEIGHTS = 1 << 18
-"""Number of weights that are quantised at a time. A chunk fits into the processor's cache. This makes quantising a
-third faster."""
+"""Number of weights that are quantised at a time. A chunk fits into the processor's cache, so quantising takes a
+third less time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

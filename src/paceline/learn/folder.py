@@ -21,7 +21,7 @@ from paceline.recording.rows import RecordedReply
 
 _LOG = logging.getLogger("paceline.learn")
 _MARK = "paceline-learn"
-"""File with the secret of the folder. It also marks folders that `forget` may delete."""
+"""File with the secret of the folder. It also marks folders that `delete_folder` may delete."""
 
 MIN_HELD_OUT = 16
 """Minimum number of held-out replies to compare drafters. With fewer replies, the interval is not reliable."""

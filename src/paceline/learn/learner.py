@@ -52,7 +52,7 @@ class LearningPlan:
         disk: Maximum bytes of recorded traffic and hidden states.
         load: Arguments of `paceline.load` that loaded the server's model.
         idle: Seconds without a request before a training run begins.
-        min_new_tokens: Tokens of new replies that make another training run worthwhile.
+        min_traffic_tokens: Tokens of new replies that make another training run worthwhile.
         free_memory: Returns the free memory in bytes. A training run loads the model again.
     """
 
@@ -60,7 +60,7 @@ class LearningPlan:
     disk: int = 2 << 30
     load: Mapping[str, Any] = field(default_factory=dict)
     idle: float = 180.0
-    min_new_tokens: int = 20_000
+    min_traffic_tokens: int = 20_000
     free_memory: Callable[[], int] = lambda: 1 << 62
 
 
@@ -240,7 +240,7 @@ class Learner(Closable):
     def _next_key(self) -> int | None:
         """Return the key to train for next: a key with an interrupted run, or the key with the most new replies."""
         interrupted = [number for number, key in enumerate(self._keys) if key.key_folder.training_data.exists()]
-        ready = [number for number, key in enumerate(self._keys) if key.new_tokens >= self._plan.min_new_tokens]
+        ready = [number for number, key in enumerate(self._keys) if key.new_tokens >= self._plan.min_traffic_tokens]
         return next(iter(interrupted), max(ready, key=lambda number: self._keys[number].new_tokens, default=None))
 
     def _train(self, number: int, last_request: float) -> None:

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 
 from paceline.server.errors import ApiError, bad_request, invalid_body, retry_later
 from paceline.server.limits import Settings
-from paceline.server.preprocessing import MIN_LONG_BODY, PoolName, Preprocessor, client_id
+from paceline.server.preprocessing import MAX_SHORT_BODY, PoolName, Preprocessor, client_id
 from paceline.server.schema import NamedBody
 
 _MAX_DEPTH = 100
@@ -83,7 +83,7 @@ class BodyReader:
         """
         _check_type(request.headers)
         async with self.receive(request) as (data, held):
-            pool: PoolName = "long" if len(data) > MIN_LONG_BODY else "short"
+            pool: PoolName = "long" if len(data) > MAX_SHORT_BODY else "short"
             work = partial(self._parsed, data, kind, more or {})
             run = partial(self._preprocessor.run, "parse", client_id(request))
             body, memory = work() if pool == "short" else await run(work)
@@ -146,7 +146,7 @@ class BodyReader:
         If the total is exceeded, the bodies that have been arriving longest are dropped, because they are likely to be
         stalled. Raises `ApiError` 503 if none is arriving.
         """
-        if size <= MIN_LONG_BODY:
+        if size <= MAX_SHORT_BODY:
             return
         held.size = size
         others = [other for other in self._held if other.size and other is not held]

@@ -23,7 +23,7 @@ _SWITCH_INTERVAL = 0.001
 _GOODBYE_SECONDS = 1.0
 """Seconds after the grace period for telling clients why their streams ended."""
 _KILL_SECONDS = 5.0
-"""Seconds after this margin until the process is killed."""
+"""Seconds after `_GOODBYE_SECONDS` until the process is killed."""
 _MAX_CONNECTIONS, _MAX_OPEN_FILES = 1024, 4096
 """Maximum connections, and the limit of open files that they need."""
 _HEADER_SECONDS = 10.0

@@ -38,8 +38,8 @@ _MAX_BRANCHES = 512
 """Maximum branches of a drafted tree. It is large enough not to limit any tree."""
 _RESERVED_VARIABLES = {"messages", "tools", "add_generation_prompt", "self"}
 """Variables of a template that a request cannot set."""
-_REPLY_FRACTION = 4
-"""If messages are left out, 1 / `_REPLY_FRACTION` of the context is kept for a reply without a length limit."""
+_REPLY_DIVISOR = 4
+"""If messages are left out, 1 / `_REPLY_DIVISOR` of the context is kept for a reply without a length limit."""
 
 
 @dataclass(slots=True)
@@ -386,7 +386,7 @@ def truncated(prompt: ChatPrompt, size: Callable[[ChatPrompt], int], limit: int,
         wanted: Maximum tokens of the reply. -1 for no limit.
     """
     messages = prompt.messages
-    room = limit - min(limit // _REPLY_FRACTION, wanted if wanted > 0 else limit)
+    room = limit - min(limit // _REPLY_DIVISOR, wanted if wanted > 0 else limit)
     last = len(messages) - 1
     starts = [i for i in range(1, last + 1) if i == last or messages[i].role in ("user", "assistant")]
 

@@ -26,7 +26,7 @@ PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents", "
 """Kind of work: parse a large body; prepare a request with a short text, a long text, or a grammar; tokenise without
 generating; prepare or tokenise a request with images; write documents about the server, such as its list of models."""
 
-MIN_LONG_BODY = 1 << 16
+MAX_SHORT_BODY = 1 << 16
 """Minimum bytes of a long body. Such a body takes milliseconds to parse, and longer to tokenise."""
 
 _THREADS: dict[PoolName, int] = {

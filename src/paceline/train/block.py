@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models.config import ModelConfig
-from paceline.models.heads import BlockConfig
+from paceline.models.heads import BlockConfig, HeadFile
 from paceline.models.rope import Rotary
 from paceline.protocols import EmbeddingAndHead
 from paceline.train.network import MLP, DraftAttention, Factors, Norm, factors
@@ -125,6 +125,13 @@ class BlockRecipe(Recipe):
         """Build the network. `vocabulary` [K] holds the token ids to draft from, ascending."""
         super().__init__(config, Network(config), target, vocabulary, config.depth)
         self.start_at_unit_logits(self.module.norm)
+
+    @torch.no_grad()
+    def begin_from(self, head: HeadFile) -> None:
+        """See `Recipe.begin_from`. The Markov head begins at 0 for tokens that the old vocabulary lacks."""
+        if self.config.markov:
+            head = self.by_token(head, "markov_head.markov_w2.weight", self.module.markov_head.markov_w2.weight)
+        super().begin_from(head)
 
     def places(self, batch: DocumentBatch) -> DraftPlaces:
         """Return the places where drafts begin. Most are skipped, since overlapping blocks teach almost the same."""

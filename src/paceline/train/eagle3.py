@@ -7,8 +7,6 @@ rows up to the beginning of the draft, then the draft's own rows, one per step, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -147,16 +145,7 @@ class Eagle3Recipe(Recipe):
     @torch.no_grad()
     def begin_from(self, head: HeadFile) -> None:
         """See `Recipe.begin_from`. Tokens that the old vocabulary lacks begin with the target's output rows."""
-        theirs = head.tensors.get("lm_head.weight")
-        if isinstance(head.config, EagleConfig) and theirs is not None:
-            d2t = head.tensors.get("d2t", torch.zeros(len(theirs), dtype=torch.int64))
-            row = torch.full((self.config.layer.vocab_size,), -1)
-            row[torch.arange(len(theirs)) + d2t] = torch.arange(len(theirs))
-            row = row[self.teacher.vocabulary.cpu()]
-            rows = self.module.lm_head.weight.detach().clone()
-            rows[row >= 0] = theirs[row[row >= 0]].to(rows)
-            head = replace(head, tensors=dict(head.tensors) | {"lm_head.weight": rows})
-        super().begin_from(head)
+        super().begin_from(self.by_token(head, "lm_head.weight", self.module.lm_head.weight))
 
     def draft(self, batch: DocumentBatch, places: DraftPlaces, tally: GuessTally) -> None:
         embedded = self.target.embed(batch.tokens).float().clone()  # autograd refuses tensors made in inference mode

@@ -90,9 +90,16 @@ def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
 
 
 def _block(c: ModelConfig, job: TrainJob, mask: int, size: int) -> BlockConfig:
+    known = size if size < c.vocab_size else 0
+    if job.rank and job.steps < 2:
+        raise InvalidOption("a block with a Markov head must have at least 2 tokens, got --steps 1", "Raise --steps")
+    if job.rank and (job.vocabulary or c.vocab_size) >= c.vocab_size and (c.logits_divisor != 1.0 or c.final_softcap):
+        raise InvalidOption(
+            "this target scales or caps its logits, so a Markov head cannot be trained for its whole vocabulary",
+            "Give a --vocabulary, or leave out --rank",
+        )
     norms = NormConfig(c.norms.eps, heads="shared")
     layer = replace(one_layer(c, job.ffn or c.ffn, job.layers or 2), family="qwen3", norms=norms)
-    known = size if size < c.vocab_size else 0
     taps = job.taps or spread_taps(c.layers)
     if not job.rank:
         return BlockConfig(layer, taps, job.steps + 1, mask, draft_vocab=known)

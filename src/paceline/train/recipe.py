@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -342,6 +342,26 @@ class Recipe(ABC):
                 has = "no" if given is None else f"a {list(given.shape)} instead of a {list(parameter.shape)}"
                 raise _mismatch(head, f"{has} {name}")
             parameter.copy_(given)
+
+    def by_token(self, head: HeadFile, name: str, parameter: Tensor) -> HeadFile:
+        """Return a trained head whose tensor `name` has a row for each token that this drafter knows, in its order.
+
+        Args:
+            head: The head. It may know other tokens, or be of another kind, and is then returned as it is.
+            name: Tensor with a row for each token that the head knows.
+            parameter: Rows for tokens that the head does not know, [K, *].
+        """
+        theirs = head.tensors.get(name)
+        if type(head.config) is not type(self.config) or theirs is None:
+            return head
+        tokens = torch.arange(len(theirs)) + head.tensors.get("d2t", torch.zeros(len(theirs), dtype=torch.int64))
+        vocabulary = self.teacher.vocabulary.cpu()
+        row = torch.full((int(max(tokens.max(), vocabulary.max())) + 1,), -1)
+        row[tokens] = torch.arange(len(theirs))
+        row = row[vocabulary]
+        rows = parameter.detach().clone()
+        rows[row >= 0] = theirs[row[row >= 0]].to(rows)
+        return replace(head, tensors=dict(head.tensors) | {name: rows})
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights to write, in bfloat16, under the names of `models/heads.py`."""

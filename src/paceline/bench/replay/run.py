@@ -239,7 +239,7 @@ class Replayer:
 
 
 def _limited_median(ratios: Iterable[float]) -> float:
-    """Return the median of ratios, limited to 1 to `_SLOWEST`."""
+    """Return the median of ratios, limited to 1 to `_MAX_SLOWDOWN`."""
     return min(_MAX_SLOWDOWN, max(1.0, median([*ratios] or [1.0])))
 
 

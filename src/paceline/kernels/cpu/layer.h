@@ -36,7 +36,7 @@ struct Layer {
     // `view`, `rotation`: indices into the pass's views and rotations. `index`: number of the layer among the layers of the view, or among
     // the recurrent layers.
     int32_t view, index, rotation;
-    Heads heads;  // of the attention output; `padded_dim` is `head_dim` padded to whole lanes
+    Heads heads;  // of the attention or DeltaNet layer; `padded_dim` is `head_dim` padded to whole lanes
     // LoRA factors of each linear layer, one `LowRank` for each adapter; null if no adapter changes the linear layer.
     const LowRank *qkv_adapters, *out_adapters, *gate_up_adapters, *down_adapters, *token_gate_adapters, *token_out_adapters;
     int32_t gated_attention;  // 1 if `qkv` outputs each query head followed by the gate of that head's attention output
@@ -93,7 +93,7 @@ struct ThreadScratch {
 // the first stage, because a thread that runs a piece of a stage has no way to report a failure.
 struct Scratch {
     std::vector<float> stream, qkv;                                  // [rows, *]
-    std::vector<float> mixer_input;                                  // of the first layer, if it is not the stream [rows, *]
+    std::vector<float> mixer_input;                                  // of the first layer, if it is not the normed stream [rows, *]
     std::vector<float> queries, mixer_output;                        // [rows, query heads, padded_dim]; queries after norm and rotation
     std::vector<float> addend;                                       // output of mixer or feed-forward, added to the stream [rows, hidden]
     std::vector<float> router_logits, expert_weights, shared_gates;  // [rows, *]

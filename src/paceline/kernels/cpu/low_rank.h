@@ -5,14 +5,14 @@
 
 namespace paceline {
 
-// The part of B for 16 outputs: its columns `first` to `first` + `count` - 1, b [count, 16], in the type of the activations. In a
+// The part of B for 16 outputs: its columns `first` to `first` + `count` - 1, b [count, 16], as `Element::Number`. In a
 // fused layer, such as query, key and value, each projection has columns of its own, and B is 0 elsewhere.
 struct LowRankBlock {
     const void* b;
     int32_t first, count;
 };
 
-// An adapter's factors for one linear layer. A [rank, in] is in the type of the activations, with `rank` a multiple of 4 and `in` padded to
+// An adapter's factors for one linear layer. A [rank, in] holds `Element::Number`, with `rank` a multiple of 4 and `in` padded to
 // whole lanes. `rank` is 0 if the adapter does not change the linear layer.
 struct LowRank {
     const void* a;

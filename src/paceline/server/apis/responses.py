@@ -27,7 +27,7 @@ from paceline.server.apis.responses_request import (
 from paceline.server.apis.stored import ResponseStore, StoredResponse, estimated_bytes
 from paceline.server.errors import LOG, REQUEST_ID, ApiError, ContextExceeded, bad_request
 from paceline.server.prepare import PreparedRequest
-from paceline.server.preprocessing import MIN_LONG_BODY, PoolName
+from paceline.server.preprocessing import MAX_SHORT_BODY, PoolName
 from paceline.server.replies import BlockBegun, BlockEnded, BlockEvent, ChatReply, ReplyBlock, Usage
 from paceline.server.request import ChatPrompt, GenerateRequest, reasoning_values, refuse_media
 from paceline.server.schema import JsonSchema, schema_constraint, without_none
@@ -39,8 +39,8 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _ASK = """Another assistant will continue this conversation and sees nothing of it but your summary. Write that summary:
 what the user asked for, in the user's words; what has been done; what was found, with the names of files, commands and
 values; what was decided; what is left to do. Write nothing else."""
-_SHARE = 4
-"""A summary may take this part of the context."""
+_SUMMARY_DIVISOR = 4
+"""A summary may take 1 / `_SUMMARY_DIVISOR` of the context."""
 
 Asked = TypeVar("Asked", bound=ResponsesRequest)
 
@@ -61,7 +61,7 @@ class _Continuing(Api[Asked]):
         """Return the pool, which also depends on the stored conversation that the request continues."""
         if self._store.has_images(body.previous_response_id):
             return "images"
-        is_long = self._store.length(body.previous_response_id) > MIN_LONG_BODY
+        is_long = self._store.length(body.previous_response_id) > MAX_SHORT_BODY
         return super().pool(body, "long" if is_long else by_size)
 
     def conversation(self, body: Asked) -> list[Item]:
@@ -359,7 +359,7 @@ class Compaction(_Continuing[CompactRequest]):
         return GenerateRequest(
             prompt=ChatPrompt(messages=messages, values=reasoning_values("none"), may_truncate=True),
             sampling=without_none(seed=body.seed),
-            share=_SHARE,
+            share=_SUMMARY_DIVISOR,
             speculation=body.speculation,
         )
 
