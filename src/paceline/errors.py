@@ -25,7 +25,8 @@ def one_line(text: str, longest: int = _MAX_LINE) -> str:
 class PacelineError(Exception):
     """Base class of all errors that a user can cause or fix. The command line prints them on one line.
 
-    Cause and fix may quote untrusted files and requests, so they are limited to one line of printable characters.
+    Cause and fix may quote untrusted files and requests. Both are reduced to one line of printable characters, so that
+    quoted text cannot fake log lines or send control sequences to a terminal.
 
     Attributes:
         cause: What is wrong.
@@ -57,7 +58,8 @@ class AdapterMismatch(PacelineError):
 
 
 class HeadMismatch(PacelineError):
-    """A learned drafter belongs to another target, or is of another kind than requested."""
+    """A learned drafter was trained for another target, or is of another kind than requested (such as Medusa instead of
+    EAGLE)."""
 
 
 class CannotWrite(PacelineError, OSError):
@@ -98,7 +100,7 @@ class OutOfMemory(PacelineError, MemoryError):
 
 
 class TimedOut(PacelineError, TimeoutError):
-    """A reply exceeded its time limit. The tokens that were generated before have been delivered."""
+    """A reply exceeded its time limit. Tokens generated before the limit have already been delivered."""
 
 
 class TrainingFailed(PacelineError):
@@ -135,14 +137,14 @@ def install_line(extra: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if an error of Python or torch means "no memory left"."""
+    """Return True if an error from Python or torch means that memory ran out."""
     said = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in said or "allocate memory" in said
 
 
 @contextmanager
 def memory_named(cause: str, fix: str) -> Iterator[None]:
-    """In this context, convert errors of Python or torch that mean "no memory left" to `OutOfMemory` with this cause
+    """Convert out-of-memory errors that Python or torch raise inside the `with` block to `OutOfMemory`, with this cause
     and fix."""
     try:
         yield

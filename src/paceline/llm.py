@@ -211,8 +211,8 @@ class LLM:
             prompt: A text, a list of messages or a list of token ids. A list of these is a batch.
             sampling: Sampling parameters. The default is the model's recommendations (`LLM.sampling`). A batch takes
                 one value for all prompts, or one per prompt.
-            n: Replies per prompt. If it is given, the result is a list. The replies to one prompt are adjacent. They
-                are samples 0 to n - 1 of its seed.
+            n: Replies per prompt. If it is given, the result is a list. The replies to one prompt are adjacent: reply i
+                to a prompt is sample i of the prompt's seed.
             raw: Pass the text to the model as it is, without the chat template.
             width: Maximum number of replies that share a pass.
             on_chunk: Called with every chunk as it is generated, or with (index of the reply, chunk) if the result is a
@@ -251,7 +251,8 @@ class LLM:
         adapter: str | None = None,
         **changes: Any,
     ) -> Stream:
-        """Return an iterator over the chunks of one reply, one per token. A token is generated when it is requested.
+        """Return an iterator over the chunks of one reply, one per token. Tokens are generated only while the caller
+        iterates.
 
         Args:
             prompt: A prompt, as for `generate`.
@@ -285,7 +286,8 @@ class LLM:
         Args:
             prompts: Prompts, each as for `generate`.
             sampling: Sampling parameters: one value for all prompts, or one per prompt.
-            n: Replies per prompt. They are adjacent in the results, and are samples 0 to n - 1 of the prompt's seed.
+            n: Replies per prompt. They are adjacent in the results: reply i to a prompt is sample i of the prompt's
+                seed.
             raw: Skip the chat template.
             width: Maximum number of replies that share a pass. The others wait.
             adapter: Name of an adapter for all prompts, or a list with a name or None for each.
@@ -309,7 +311,7 @@ class LLM:
                 raise InvalidOption(f"{what}={number!r} is not a positive integer", "Pass an integer of at least 1")
         tasks = []
         for index, (prompt, how, name) in enumerate(zip(prompts, each, names, strict=True)):
-            self.model.adapter_number(name)  # checked here, as the sampler below, before any reply starts
+            self.model.adapter_number(name)  # check this and the sampler (below) before any reply starts
             seeded = self.sampling(how, **changes).seeded()
             try:
                 tokens = self.prompt_ids(prompt, raw=raw)
@@ -495,14 +497,15 @@ def load(
             acceptance.
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "mps".
-        quantize: "auto" keeps the codes of a GGUF file, and loads other files in `dtype`. "none" loads floats, as does
-            any `dtype` other than "auto". "int8" and "int4" quantise (docs/how-to/quantize.md).
+        quantize: "auto" keeps the quantised weights of a GGUF file as they are, and loads other files in `dtype`.
+            "none" loads floats, as does any `dtype` other than "auto". "int8" and "int4" quantise
+            (docs/how-to/quantize.md).
         draft_quantize: The same for a drafter's weights. "auto" is 4 bits.
-        kv_type: Type of the target's keys and values: "bf16", "f16", "f32", or "int8", which takes 56 % of the memory
-            of "bf16" and changes the text slightly. "auto" is the model's dtype (docs/how-to/quantize.md).
+        kv_type: Type of the target's keys and values: "bf16", "f16", "f32", or "int8", which takes 56% of the memory of
+            "bf16" and changes the text slightly. "auto" is the model's dtype (docs/how-to/quantize.md).
         draft_vocab: The vocabulary of a draft model or EAGLE head: "auto" (the 49,152 lowest ids if the vocabulary has
-            more than 65,536), a number of ids (0 for all), or a JSONL file of the model's own answers, which selects
-            their most frequent tokens.
+            more than 65,536), a number of ids (0 for all), or a JSONL file of the model's own answers, to keep the most
+            frequent tokens of these answers.
         revision: Branch, tag or commit of the model's hub id.
         draft_revision: The same for the drafter's hub id.
         token: Access token for the hub.
@@ -519,9 +522,9 @@ def load(
         chat_template: A Jinja file, the name of one of the model's templates (such as "tool_use"), or a template as
             text. It replaces the model's default template.
         prefix_dir: A folder for the states of earlier prompts and replies. If a prompt begins like one of them, that
-            beginning is not read again, even after a restart. The files contain the tokens of prompts and replies, and
-            only their owner can read them. The latest texts also stay in memory, up to 1 GiB. By default, no text is
-            kept.
+            beginning is not run through the model again, even after a restart. The files contain the tokens of prompts
+            and replies, and only their owner can read them. The latest texts also stay in memory, up to 1 GiB. By
+            default, no text is kept.
         prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
         mmproj: The file with the vision tower of a GGUF model, in llama.cpp's format. The default is a file named
             "mmproj" in the model's folder.
@@ -561,7 +564,7 @@ def load(
 
 @gc_paused()
 def _load(arguments: LoadArguments) -> LLM:
-    SANDBOX.start()  # for the chat template; the process starts while the model is read
+    SANDBOX.start()  # starts the process that renders chat templates, while the model loads
     drafter, budget, adapters = arguments.drafter, to_tree(arguments.draft), check_adapters(arguments.adapters or {})
     own = {name: one.drafter and spec_name(one.drafter) for name, one in adapters.items()}
     more = [*filter(None, own.values())]

@@ -1,4 +1,5 @@
-"""The protocols of targets and their caches. The engine uses them with the drafters of `drafters/base.py`."""
+"""Interfaces of targets and their KV caches, through which the engine uses any model. `drafters/base.py` defines
+drafters."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from paceline.types import DraftBudget, Forward, Rows, Want
 
 
 class Pass(Protocol):
-    """A forward pass's view of a cache, which has room for the rows of the pass."""
+    """The cache as one forward pass sees it. Memory for the rows of the pass has already been reserved."""
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's keys and values for the rows of the pass.
@@ -30,8 +31,8 @@ class Pass(Protocol):
         """Store one layer's keys and values, then attend. Each row sees its slot's committed prefix, its ancestors and
         itself.
 
-        A model need not call this: the CPU kernels store and attend in C++ (`models.cpu_layers.NativeLayers.run`,
-        `write_head` in kernels/cpu/attention.h).
+        Models that run on the CPU kernels do not call this: the kernels store and attend in C++
+        (`models.cpu_layers.NativeLayers.run`, `write_head` in kernels/cpu/attention.h).
 
         Args:
             layer: Index of the layer.
@@ -58,7 +59,8 @@ class RecurrentPass(Pass, Protocol):
     """A pass over a cache that also keeps the states of recurrent layers."""
 
     def recur(self, layer: int, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run a recurrent layer. Each row starts from the state after its parent. States change only at the commit.
+        """Run a recurrent layer. Each row starts from the state after its parent. The stored states change only in
+        `KVCache.commit`.
 
         Args:
             layer: Index of the layer.
@@ -71,10 +73,10 @@ class RecurrentPass(Pass, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A copy of the state after the first `length` tokens of a text. The prefix cache keeps it for requests that begin
-    with the same tokens.
+    """A copy of what a KV cache or a drafter holds after the first `length` tokens of a text. The prefix cache keeps it
+    for requests that begin with the same tokens.
 
-    Caches and drafters that have other state as well subclass it.
+    Caches and drafters that need more than tensors to restore their state define a subclass.
     """
 
     length: int
@@ -94,7 +96,8 @@ class Saved:
 
 
 def common_most(parts: Sequence[Saved], length: int, prompt: int) -> int:
-    """Return how many of the first `length` tokens can be reused from every one of these parts (see `Saved.most`)."""
+    """Return how many of the first `length` tokens can be reused from every one of these saved states (see
+    `Saved.most`)."""
     while any((shorter := part.most(length, prompt)) < length for part in parts):
         length = shorter
     return length
@@ -103,7 +106,7 @@ def common_most(parts: Sequence[Saved], length: int, prompt: int) -> int:
 @runtime_checkable
 class Restorer(Protocol):
     """A cache whose saved copies contain functions of the model. A file cannot hold functions, so they are put back
-    later."""
+    after a copy has been read from a file."""
 
     def restored(self, saved: Any) -> Saved:
         """Return a saved copy that was read from a file, with this cache's functions put back."""
@@ -118,11 +121,11 @@ PassT = TypeVar("PassT", covariant=True, default=Pass)
 
 
 class KVCache(Protocol[PassT]):
-    """Keys and values of all slots. The cache manages its own layout, growth and lengths.
+    """Keys and values of all slots (one slot per request). The cache manages its own layout, growth and lengths.
 
-    There is no rollback: rows that were written but not committed are overwritten later. The cost of a pass depends on
-    the lengths of its slots, never on the capacity. `PassT` is the type that `begin` returns: `Pass`, unless the model
-    has its own kind of attention.
+    Rejected rows need no rollback: rows that were written but not committed are simply overwritten later. The cost of a
+    pass depends on the lengths of its slots, never on the capacity. `PassT` is the type that `begin` returns. It is
+    `Pass`, unless the model expects another type of cache object, as transformers' models do.
     """
 
     @property
@@ -142,9 +145,11 @@ class KVCache(Protocol[PassT]):
 
     @property
     def lags(self) -> Sequence[int]:
-        """For each slot, the length of its text minus its next rotary position, after the prompt.
+        """For each slot, the difference between the position in the text and the rotary position, for tokens after the
+        prompt.
 
-        It is above 0 after an image in a model with M-RoPE, because an image takes fewer positions than rows.
+        It is above 0 if the prompt contains an image and the model uses M-RoPE, because an image takes fewer rotary
+        positions than rows.
         """
 
     def acquire(self, prompt: int = 0, adapter: int = 0, lag: int = 0) -> int:
@@ -167,7 +172,8 @@ class KVCache(Protocol[PassT]):
         """
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """Return the part of a draft budget that the slot's next pass can verify exactly."""
+        """Limit a draft budget to what the slot's next pass can verify with the same results as plain decoding. For
+        example, a cache may support only chains."""
 
     def commit(self, rows: Rows, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the accepted rows of a pass. Only this call increases the length of a slot.
@@ -185,8 +191,8 @@ class KVCache(Protocol[PassT]):
         """Drop all tokens after the first `length`.
 
         A cache drops more tokens if it no longer has the state at that length, for example because a sliding window has
-        moved on or the length lies between two checkpoints. Read `lengths` afterwards, and feed the missing tokens
-        again.
+        moved past it or the length lies between two checkpoints of recurrent states. Read `lengths` afterwards, and
+        feed the missing tokens again.
 
         Raises:
             CacheError: If `length` is negative or greater than the slot's length.
@@ -212,7 +218,8 @@ class KVCache(Protocol[PassT]):
 
         Returns:
             The new length of the slot, which is `saved.most`. It is lower than `length` if `length` lies between two
-            checkpoints. It is 0 if a sliding window has moved on, or if the rotary factors are for another text length.
+            checkpoints of recurrent states. It is 0 if a sliding window no longer holds the entries that are needed, or
+            if the rotary factors are for another prompt length.
 
         Raises:
             OutOfMemory: If there is no memory for the tokens.
@@ -223,7 +230,7 @@ class KVCache(Protocol[PassT]):
 
 
 class Target(Protocol):
-    """A model that computes any number of rows in one pass over a cache, which it creates itself."""
+    """A model that computes any number of rows in one pass, over a cache that its `new_cache` created."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -249,7 +256,8 @@ class Target(Protocol):
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A target that a small excerpt can stand for in self-checks."""
+    """A target that can make a small excerpt of itself. Self-checks run the excerpt instead of the whole model, to save
+    time."""
 
     @property
     def rows_are_independent(self) -> bool:
@@ -259,8 +267,8 @@ class Divisible(Protocol):
     def excerpt(self) -> Target:
         """Return a target made of the first layers, with as few layers as possible but every kind of layer.
 
-        Its head has only the first outputs if the kernels treat all outputs alike. If the excerpt would be computed
-        differently from the whole, return the target itself.
+        Its output head keeps only the first tokens of the vocabulary if the kernels compute all logits alike. If the
+        excerpt would be computed differently from the whole model, return the target itself.
         """
 
 
@@ -305,11 +313,11 @@ class EmbeddingAndHead(Protocol):
         """Return the weight matrix of the output head, [V, H]. Training uses it."""
 
     def shaped(self, products: Tensor, tokens: Tensor) -> Tensor:
-        """Convert products of states with rows of `head` to logits, in place: add the bias, apply the scale and the
-        softcap.
+        """Finish logits that were computed as states times rows of `head`: add the bias, and apply the scale and the
+        softcap, in place.
 
         Args:
-            products: Products with C rows of `head`, [..., C].
+            products: Dot products of states with C rows of `head`, [..., C].
             tokens: Token ids of these rows, [C].
         """
 

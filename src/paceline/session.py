@@ -105,6 +105,7 @@ class Session(Closable):
         self._fed: Rows | None = None
         """The pass that scored the rows. None once they are committed."""
         self._asked = Draft()
+        """The draft whose logits were requested most recently. Empty after the history has changed."""
         self._taps: tuple[Tap, ...] = ()
         self._key = object()
 
@@ -181,7 +182,8 @@ class Session(Closable):
     def restore(self, snapshot: Snapshot) -> None:
         """Return to the history and the scored logits of a snapshot.
 
-        The cache keeps the common prefix of both histories. All later tokens are fed again when logits are needed.
+        The cache keeps the common prefix of both histories. All later tokens are run through the model again when
+        logits are needed.
 
         Raises:
             SessionError: If the snapshot belongs to another session.
@@ -251,7 +253,7 @@ class Session(Closable):
         return scored.logits[rows]
 
     def hidden(self, taps: Sequence[Tap]) -> dict[Tap, Tensor]:
-        """Return the hidden states of the rows whose logits were requested last.
+        """Return the hidden states of the rows whose logits were requested most recently.
 
         If the history has changed since, or no logits have been requested yet, this is only the row of the last token.
         The first request for a tap costs an additional pass. Later passes always compute the tap.
@@ -355,8 +357,9 @@ class Session(Closable):
         return rows, (out.logits[0, :count], {tap: x[0, :count] for tap, x in out.taps.items()})
 
     def _catch_up(self) -> None:
-        """Feed the uncached tokens of the history, except the last few. These and the pending token fit into the rows
-        that the next pass has anyway (`MIN_ROWS`). The prompt's tokens are always fed here, as prompt chunks.
+        """Feed the uncached tokens of the history. If only a few are uncached, leave them to the next pass, where they
+        cost nothing, because every pass has at least `MIN_ROWS` rows. The prompt's tokens are always fed here, as
+        prompt chunks.
         """
         cache, before = self._kv(), len(self._text) - 1
         self._trim(before)
@@ -402,7 +405,7 @@ class Session(Closable):
         return None
 
     def _fits(self, draft: Draft) -> bool:
-        """Return True if one pass can verify the draft exactly."""
+        """Return True if one pass can verify the draft with the same results as plain decoding (`KVCache.fit`)."""
         nodes, depth = len(draft.tokens), max(depths(draft.parents))
         if nodes >= PREFILL_ROWS:
             return False

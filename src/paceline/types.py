@@ -7,10 +7,14 @@ Symbols for shapes, used in all docstrings:
     T  rows of a pass, N + 1               L  committed length of a slot, in tokens
     D  depth of a draft                    K  D + 1
 
-A *row* is one token that is fed to the target. Row 0 is the pending token: the last token of the text, which has been
-chosen but is not in the cache yet. Node i of a draft is row i + 1. Parents are row numbers, so the parents of a chain
-are 0, 1, 2, ... Siblings share a position (for rotary embeddings), but never a cache entry. The cache decides where a
-row is stored (`cache/layout.py`).
+A *slot* holds the cached keys and values (and other state) of one request. A *pass* is one forward pass of the target,
+over rows of one or more slots. In a *round*, drafters propose tokens for the running requests, one pass verifies all of
+them, and the accepted tokens are *committed*: they join the text, and their keys and values stay in the cache.
+
+A *row* is one token that is fed to the target, which means that it goes through the model in a pass. Row 0 is the
+pending token: the last token of the text, which has been chosen but is not in the cache yet. Node i of a draft is row
+i + 1. A parent is given as the index of its row, so the parents of a chain are 0, 1, 2, ... Siblings share a position
+(for rotary embeddings), but never a cache entry. The cache decides where a row is stored (`cache/layout.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 Guarantee = Literal["bits", "rounding", "distribution", "lossy"]
 """The guarantee for a text, compared with plain decoding. "bits": the same text, from logits that are equal bit for
-bit. "rounding": the same text, up to the rounding of logits. "distribution": another text, with the same distribution
-(the rules rejection and block). "lossy": a text with another distribution (the rule typical)."""
+bit. "rounding": the same text, unless two candidates are so close that a rounding difference in the logits decides
+between them. "distribution": another text, drawn from the same distribution (the rules rejection and block). "lossy": a
+text from another distribution (the rule typical)."""
 
 
 Mutual = Literal["none", "windows", "all"]
@@ -97,8 +102,8 @@ class DraftBudget:
 class Carried:
     """Work that drafting has already done in the target (early exit), so that verification need not repeat it.
 
-    The first m rows of the draft have passed all layers before `layer`. Their keys and values in these layers are
-    in the cache.
+    The first m rows of the draft have already gone through all layers before `layer`. The cache holds their keys and
+    values for these layers.
 
     Attributes:
         layer: The first layer that has not run.
@@ -115,13 +120,14 @@ class Draft:
 
     Attributes:
         tokens: Token of each node.
-        parents: For each node, the row that it continues. Row 0 is the pending token.
+        parents: For each node, the index of the row that it continues. Row 0 is the pending token.
         q: For the rules rejection and block. It maps a row to the distribution [V] that its children were drawn from,
             in order and without replacement. If a row has no entry, its children were chosen, not drawn: each counts as
             a point mass.
-        carried: Work that verification need not repeat. None if there is none.
+        carried: Work that verification need not repeat (early exit). None for other drafters.
         lengthened: Number of tokens that lookups added at the end of a chain (`Drafter.extend`).
-        part: The part of a cascade (`Drafter.parts`) that was asked last, even if it drafted nothing.
+        part: For a cascade of drafters, the index of the part (`Drafter.parts`) that was asked last, even if it drafted
+            nothing.
         unread: Number of tokens that the drafter must still read before it can draft.
     """
 
@@ -184,11 +190,12 @@ class Rows:
         tokens: int64 [B, T], on the target's device.
         positions: int64 [B, T], on the target's device.
         slots: The B cache slots.
-        lengths: Committed length of each slot, which is the place where row 0 is stored.
-        parents: For each slot, the parent of every row: a row number, or -1 for a row that continues the prefix
-            directly. This includes the rows of earlier passes, so there are start + T parents.
+        lengths: Committed length of each slot. It is also the index of the cache entry that stores row 0.
+        parents: For each slot, the parent of every row: the index of a row, or -1 for a row that continues the
+            committed prefix directly. The rows of the tree that earlier passes have written come first, so there are
+            start + T parents.
         starts: For each slot, the number of uncommitted rows of the same tree that earlier passes have written, because
-            a tree may grow level by level. Row numbers continue from there.
+            a tree may grow level by level. The rows of this pass are numbered from there.
         counts: Number of real rows of each slot, at least 1. The other rows are padding: their results are ignored and
             need not be computed. Empty if all rows are real.
         prefill: True for a chunk of a prompt. Chunks do not depend on drafts, so a faster kernel may be used, whose
@@ -222,11 +229,11 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Upper bound of all positions."""
+        """Exclusive upper bound of all positions."""
         return max(n + start for n, start in zip(self.lengths, self.starts, strict=True)) + self.tokens.shape[1]
 
     def cut(self) -> Rows:
-        """Return these rows without the last ones that are padding in every slot."""
+        """Return a copy without the trailing rows that are padding in every slot."""
         count = max(self.counts)
         return replace(self, tokens=self.tokens[:, :count], positions=self.positions[..., :count])
 
