@@ -7,11 +7,12 @@ from itertools import accumulate
 from math import inf
 
 _DECAY = 0.98
-"""Decay of a measurement per round."""
+"""Factor by which the weight of a measurement shrinks in each round."""
 _MAX_WEIGHT = 8.0
-"""Maximum weight of a mean, in measurements. It is low because a machine's speed drifts."""
+"""Maximum weight of the past in a mean, in measurements. It is low, so that the mean follows a machine's drifting
+speed."""
 _MIN_SECONDS = 1e-9
-"""Minimum of a measured time. A coarse clock may measure 0, but some costs are divisors."""
+"""Lower bound for measured times. A coarse clock may measure 0, and some of these times are divided by."""
 _OUTLIER = 1.5
 """Measurements are clipped to this multiple of the mean, because other programs may slow the machine down for a
 moment."""
@@ -27,8 +28,8 @@ class FadingMean:
 
         Args:
             value: A first guess, which counts as one measurement. With a guess, outliers are not clipped, so the mean
-                follows a quantity that jumps. Without one, outliers are clipped, and the first measurement (warm-up) is
-                only an upper limit for the second, which may be an outlier too.
+                follows a quantity that jumps. Without a guess, outliers are clipped, and the first measurement
+                (warm-up) is only an upper limit for the second, which may be an outlier too.
         """
         self.value = value or 0.0
         self._warm = value is not None
@@ -65,7 +66,7 @@ class Curve:
     """
 
     def __init__(self, slope: float) -> None:
-        """Make a curve. `slope`: Relative cost of each increment of the size, until two sizes have been measured."""
+        """Make a curve. `slope`: Relative cost of each increment of the size, for sizes outside the measured range."""
         self._slope = slope
         self._seen: dict[int, FadingMean] = {}
         self._points: tuple[list[int], list[float]] = [], []

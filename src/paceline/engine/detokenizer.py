@@ -23,7 +23,7 @@ Origin = Literal["draft", "correction", "bonus", "plain"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_BYTES = 4
-"""Maximum number of bytes in a UTF-8 character, and therefore of tokens."""
+"""Maximum number of bytes in a UTF-8 character. One character therefore spans at most this number of tokens."""
 _MAX_INCOMPLETE_TOKENS = 2 * _MAX_CHARACTER_BYTES
 """Maximum number of tokens that wait for the rest of a character. More tokens cannot be valid UTF-8, so they are shown
 as U+FFFD."""
@@ -75,7 +75,8 @@ class Detokenizer:
     """Decodes a text token by token. The pieces, joined, equal `decode(all tokens)`, and no piece ends inside a
     character.
 
-    The only exception is invalid UTF-8, because some tokenizers also replace bytes next to it.
+    If the bytes are invalid UTF-8, the joined pieces may differ from `decode(all tokens)`, because some tokenizers also
+    replace valid bytes next to invalid ones.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -142,8 +143,10 @@ class StopStrings:
         self._stops = stops
         self._held = ""
         self.found: str | None = None
-        """The stop string that was found."""
+        """The stop string that ended the text. None as long as none has been found."""
         self._begin, self._end = (*reasoning, "", "")[:2] if stops else ("", "")
+        """Opening and closing tag of the reasoning. `_begin` becomes empty when the reasoning begins. `_end` becomes
+        empty when it ends, or when the reply turns out to have none."""
         self._special = special or {}
         self._window = ""
         """The end of the reasoning so far, including special tokens. Before the reasoning: text that may be its opening

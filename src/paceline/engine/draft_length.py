@@ -1,14 +1,14 @@
 """Draft length control: choose the draft size with the highest throughput, given the measured costs and acceptance.
 
-The model. A round of B requests with drafts of size s takes T(s) seconds and yields E(s) tokens per request:
+The cost model. A round of B requests with drafts of size s takes T(s) seconds and yields E(s) tokens per request:
 
     E(s) = sum of P(d) over depths d from 0 to depth(s),    P(d) = a(1) * ... * a(d)
     T(s) = V(rows) + D(depth(s)),                           T(nothing) = V(B)
 
 - a(d) is the probability that a round which reached depth d - 1 also reaches depth d (`_AcceptanceByDepth`). It is
-  estimated as (k + F u) / (n + F), where n recent rounds reached depth d - 1 and k of them also reached depth d. Recent
-  rounds fade by M per round, and completely when a new text begins. u is the drafter's usual share: the mean of its
-  latest H rounds and of another W rounds with the value u(d - 1).
+  estimated as (k + F u) / (n + F), where n recent rounds reached depth d - 1 and k of them also reached depth d. The
+  weight of recent rounds shrinks by the factor M per round, and to 0 when a new text begins. u(d) is the drafter's
+  long-term share: the mean over its latest H rounds and W imaginary rounds with the value u(d - 1).
 - V is the time of a pass as a function of its rows. D is the time of drafting as a function of its depth and the number
   of drafts. Both are interpolated between measurements, and never decrease as the size grows (`Curve`). The additional
   cost of a pass with drafts is measured separately, as a ratio to a pass without drafts, because a machine's speed
@@ -17,13 +17,13 @@ The model. A round of B requests with drafts of size s takes T(s) seconds and yi
   limit are means over L. In a batch, D follows the longest chain, which reaches length d with probability 1 - (1 -
   L(d))^B.
 
-The best size has the lowest T(s) / E(s). If the drafter has a backlog of q tokens for a request, it drafts only if that
-pays: (T(nothing) - T(best) / E(best)) * r > B C q. C is the measured time per token of backlog. r is the expected
-number of remaining tokens: either the rest of a reply of usual length or the number of tokens written so far, whichever
-is greater, but at most the length limit.
+The best size has the lowest T(s) / E(s). If the drafter must first read q tokens of a request's text (its backlog), it
+drafts only if that pays: (T(nothing) - T(best) / E(best)) * r > B C q. C is the measured time per token of backlog, for
+which all B requests wait. r is the expected number of remaining tokens: either the rest of a reply of usual length or
+the number of tokens written so far, whichever is greater, but at most the length limit.
 
-Trying another size loses an expected T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is set aside for
-such tries. Another size is tried when these savings cover the loss.
+Trying another size loses an expected T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is saved up for
+such tries. Another size is tried when these savings cover its expected loss.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from paceline.engine.cost_model import Curve, FadingMean
 from paceline.types import Draft, DraftBudget, Verdict
 
 _DECAY, _PAUSE_DECAY = 0.97, 0.99
-"""M: Decay of the weight of a round's acceptance, because texts change: per later round with a draft, and per later
-round without one."""
+"""M: Factor by which the weight of a round's acceptance shrinks for each later round with a draft, and for each later
+round without one. Old rounds count less, because texts change."""
 _USUAL_ROUNDS = 500.0
 """H: Number of rounds over which a drafter's usual acceptance is averaged."""
 _PRIOR = 0.6
@@ -70,8 +70,8 @@ _SHORT_REPLY = 24
 """Length of a short reply, in tokens. As long as a drafter has not been measured, a reply that may be short does not
 wait for the drafter to read the prompt if that takes longer than a plain round."""
 _PRIOR_ROW_COST, _PRIOR_LEVEL_COST, _PRIOR_BACKLOG_COST = 0.03, 2.0, 0.04
-"""Relative costs, used until they are measured: the cost of each row of a pass, of each level of drafting, and of each
-token of backlog as a share of a plain pass."""
+"""Assumed relative costs, used until they have been measured: of each row of a pass, of each level of drafting, and of
+each token of backlog (as a share of a pass with one row)."""
 _LARGE_BACKLOG = 32
 """Backlog size, in tokens, at which catching up dominates drafting time."""
 
@@ -84,6 +84,8 @@ class _AcceptanceByDepth:
     """
 
     def __init__(self, depth: int, prior: float) -> None:
+        # For each depth: weighted number of recent rounds that reached it, and of those that went one level deeper,
+        # number of rounds in the long-term mean (at most `_USUAL_ROUNDS`), and the long-term mean.
         self._reached, self._kept, self._rounds, self._usual = ([0.0] * depth for _ in range(4))
         self._prior = prior
         # Increase the weight of new rounds instead of reducing the weights of all older rounds.
@@ -183,7 +185,7 @@ class DraftPlan:
         savings: Seconds of savings that remain for other tries.
         plain: Expected seconds of a round without drafts.
         new_share: Share of the round's requests that have just begun.
-        resting: True in a pause without drafts.
+        resting: True if the controller rests: during a pause, it drafts nothing and computes no estimates.
     """
 
     budgets: Sequence[DraftBudget]
@@ -239,9 +241,9 @@ class Controller:
 
     `plan` decides without side effects, and `learn` receives the outcome. The controller measures the target's passes
     by number of rows, drafting by size, and acceptance by depth. It then chooses the size with the highest throughput.
-    A small share of the time (`_TRY_SHARE`) is spent on trying other sizes. The expected loss of a try is saved up
-    first. This bounds the total loss, and lets promising sizes be tried often. Measurements are kept across requests.
-    The controller affects the speed of a text, never its content.
+    A small share of the time (`_TRY_SHARE`) is spent on trying other sizes. Before a try, its expected loss is saved
+    up. This bounds the total loss, and sizes with a small expected loss are tried often. Measurements are kept across
+    requests. The controller affects the speed of a text, never its content.
     """
 
     def __init__(self, maximum: DraftBudget, free: bool = False, reads_prompt: bool = True) -> None:
@@ -269,14 +271,14 @@ class Controller:
         # A pass that resumes at the layer where drafting stopped (early exit) takes less time for the same rows.
         self._passes = {False: Curve(slope=_PRIOR_ROW_COST), True: Curve(slope=_PRIOR_ROW_COST)}
         self._resumed = False
+        # Seconds per token of backlog, and mean length of a reply in tokens.
         self._catch_up = FadingMean(0.0)
         self._length = FadingMean(_PRIOR_REPLY_LENGTH)
         # Mean number of tokens per round: of the requests for which this controller chose a size, and of all requests.
         self._own, self._all = FadingMean(1.0), FadingMean(1.0)
         self._batch_costs: dict[int, _BatchCosts] = {}
         self._round = self._last_try = self._rest = 0
-        """Numbers of three rounds: the latest one, the last try, and the last one of the current pause without
-        drafts."""
+        """Three rounds, counted from 1: the latest round, the latest try, and the last round of the current pause."""
         self._pause = _MIN_TRY_GAP
         """Length of the next pause, in rounds."""
         self._saved = 0.0
@@ -428,7 +430,7 @@ class Controller:
     def _learn_drafts(self, outcome: Outcome) -> None:
         budgets, drafts = outcome.budgets, outcome.drafts
         if all(budget == self.sizes[outcome.plan.size_index] for budget in budgets):
-            # Do not learn from rounds with drafts that were shortened at the end of a text or of a cache block.
+            # Do not learn costs from rounds with drafts that were shortened at the end of a text or of a cache block.
             self._learn_costs(outcome)
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
             if verdict.path:
@@ -443,8 +445,8 @@ class Controller:
         self._saved += (_TRY_SHARE if self._round > _EARLY_ROUNDS else _EARLY_TRY_SHARE) * seconds
 
     def _learn_costs(self, outcome: Outcome) -> None:
-        """Learn the costs of drafting and of the pass. If the drafter read many tokens, its time only shows the cost of
-        reading."""
+        """Learn the costs of drafting and of the pass. If the drafter also read a large backlog, its time is used only
+        to learn the cost of reading."""
         drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.size_index
         reading = sum(draft.unread for draft in drafts)
         costs, depth = self._costs_of(outcome.plan.asked), self._depths[at]
@@ -475,7 +477,7 @@ class Controller:
     # Estimates
 
     def _costs_of(self, asked: int) -> _BatchCosts:
-        # Under load, the number of requests varies. Numbers up to the same power of two share their measurements.
+        # Under load, the number of requests varies. Numbers that round up to the same power of two share measurements.
         asked = 1 << (asked - 1).bit_length()
         if asked not in self._batch_costs:
             self._batch_costs[asked] = _BatchCosts(asked, self.sizes)

@@ -37,13 +37,13 @@ SPECULATION_OFF = Speculation(None, DraftBudget.chain(0))
 
 
 class DraftPolicy:
-    """A drafter and its draft size, which is either fixed or chosen by controllers.
+    """One drafter of the engine, and its policy for the draft size, which is either fixed or chosen by controllers.
 
     Attributes:
         name: Name of the drafter.
         drafter: The drafter.
         draft: The fixed size. If the size is not fixed, the drafter's own maximum.
-        controllers: One controller for each part of the drafter. Empty if the size is fixed.
+        controllers: One controller for each part of the drafter (`Drafter.parts`). Empty if the size is fixed.
     """
 
     def __init__(self, name: str, drafter: Drafter, draft: DraftBudget | None) -> None:
@@ -129,7 +129,8 @@ class DraftPolicies:
         return next(free for n in count(1) if (free := name if n == 1 else f"{name}-{n}") not in self._named)
 
     def add_private(self, name: str, drafter: Drafter) -> str:
-        """Add a drafter that requests cannot choose by its name, because it has read the texts of one client.
+        """Add a drafter that can only be chosen by a secret name. It has learned from the texts of one client, so other
+        clients must not be able to use it.
 
         Args:
             name: Unique name for statistics and cached states.
@@ -141,7 +142,7 @@ class DraftPolicies:
         secret = token_hex(16)
         self._private = self._private | {
             secret: DraftPolicy(name, drafter, self._draft)
-        }  # another thread may be iterating
+        }  # replace the dict, because another thread may be iterating over it
         return secret
 
     def remove_private(self, secret: str) -> None:

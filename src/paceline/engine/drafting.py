@@ -18,7 +18,7 @@ _MAX_FORCED = 32
 """Maximum number of grammar-forced tokens in a draft."""
 
 Members = Mapping[int, Request]
-"""The request's place in the round -> the request."""
+"""The requests of a round that may use the same drafter: a request's index in the round -> the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class PartPlan:
     Attributes:
         controller: The controller.
         plan: Its plan.
-        states: A request's place in the round -> its state, for the requests that wait for this part.
-        budgets: A request's place in the round -> its budget, for the requests that get one.
+        states: A request's index in the round -> its state, for the requests for which this part may draft.
+        budgets: A request's index in the round -> its budget, for the requests that get one.
     """
 
     controller: Controller
@@ -45,9 +45,10 @@ class PolicyPlan:
     Attributes:
         policy: The drafter.
         members: The requests that the drafter may draft for.
-        asks: A request's place in the round -> its ask, for the requests that get a budget.
-        parts: The controllers' plans. Empty if drafts must not depend on measurements.
-        resting: True if all controllers are in a pause without drafts. They then have no plans.
+        asks: A request's index in the round -> its ask, for the requests that get a budget.
+        parts: The controllers' plans. Empty if the size is fixed, if drafts must not depend on measurements, or if the
+            controllers rest.
+        resting: True if all controllers are in a pause without drafts (`Controller.resting`).
     """
 
     policy: DraftPolicy
@@ -62,7 +63,8 @@ class RoundPlan:
     """The plan for a round.
 
     Attributes:
-        known: For each request, the draft that needs no drafter. It may be empty.
+        known: For each request, the tokens that can be drafted without a drafter (forced by a grammar, or predicted by
+            the caller). They may be empty.
         policies: The plan for each drafter.
     """
 
@@ -97,10 +99,10 @@ def plan_round(requests: Sequence[Request], cache: KVCache) -> RoundPlan:
     plans = []
     for policy, members in _by_policy(requests, known).items():
         # For rules other than `match`, the text depends on the drafts, so drafts must not depend on measurements. If a
-        # round contains such a request, it uses the drafter's own size.
+        # drafter has such a request in this round, it uses its own size for all requests.
         if not policy.controllers or any(r.sampler.rule != "match" for r in members.values()):
             plans.append(PolicyPlan(policy, members, _fixed_asks(policy, members, cache)))
-        # If a text cannot be drafted, most of its rounds come here, so this must cost next to nothing.
+        # If drafting does not pay off for a text, most of its rounds take this branch, so it must cost next to nothing.
         elif all(c.resting and all(c in r.learned_by for r in members.values()) for c in policy.controllers):
             plans.append(PolicyPlan(policy, members, {}, resting=True))
         else:
@@ -140,8 +142,8 @@ def _fixed_asks(policy: DraftPolicy, members: Members, cache: KVCache) -> dict[i
 
 
 def _waits(controller: Controller, request: Request) -> bool:
-    """Return True if a request waits for this part's draft. The first token of a reply never waits for a part that
-    reads the prompt."""
+    """Return True if this part may draft for a request. A part that reads the prompt does not draft for the first round
+    of a reply, because reading would delay the reply's first token."""
     return not controller.reads_prompt or request.stats.rounds > 0
 
 
@@ -244,7 +246,8 @@ def learn(
             for i in part.states:
                 requests[i].learned_by.add(part.controller)
             own = [i for i in part.states if _is_own(number, drafts[i])]
-            # A plan that drafts nothing (size 0) holds for all requests, other plans for the requests with a budget.
+            # A plan to draft nothing (size 0) applies to all requests. Other plans apply only to the requests with a
+            # budget.
             followed = [i for i in own if i in part.budgets] if part.plan.size_index else own
             outcome = Outcome(
                 part.plan,
@@ -264,18 +267,19 @@ def learn(
 
 
 def _payer(plan: PolicyPlan, drafts: Sequence[Draft]) -> int:
-    """Return the index of the part that is charged for the time of drafting. It is a part that was asked, and
-    preferably one that is not free."""
+    """Return the index of the part that is charged for the time of drafting. It is a part that was asked. If several
+    were asked, it is one that is not free, because free parts (lookups) take almost no time."""
     asked = {drafts[i].part for i in plan.asks} or {0}
     return max(asked, key=lambda number: not plan.parts[number].controller.free if plan.parts else 0)
 
 
 def _is_own(number: int, draft: Draft) -> bool:
-    """Return True if part `number` was the last part to draft or to be asked: no earlier part drafted, and no later
-    part was asked."""
+    """Return True if part `number` is responsible for a draft: it was the last part that was asked, or it was not asked
+    although no earlier part had drafted anything."""
     return draft.part == number or (draft.part < number and not draft.tokens)
 
 
 def _is_others(number: int, draft: Draft) -> bool:
-    """Return True if another part made the draft, or a later part was asked for it."""
+    """Return True if another part is responsible for a draft: a later part was asked, or an earlier part drafted
+    tokens."""
     return draft.part > number or (draft.part < number and bool(draft.tokens))

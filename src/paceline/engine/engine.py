@@ -57,6 +57,7 @@ def _exclusive(method: Method) -> Method:
                 self._depth = depth + 1
                 return method(self, *args, **options)
             except BaseException:
+                # An error or interrupt may have left slots that no request holds.
                 self._leaving |= {*range(len(self.cache.lengths))} - {*self._holders}
                 self._release_slots()
                 raise
@@ -118,8 +119,8 @@ class Engine:
 
         Args:
             limit: Maximum memory, in bytes.
-            folder: Folder for texts for which memory has no room, and which outlive the process. None keeps the folder
-                of an earlier call, if there was one.
+            folder: Folder for texts that do not fit into memory or that should outlive the process. None keeps the
+                folder of an earlier call, if there was one.
             disk: Maximum size of the folder, in bytes.
 
         Raises:
@@ -132,7 +133,8 @@ class Engine:
             store = PrefixStore(folder, disk, target_key(target), self.cache, keyed)
         self.prefixes = PrefixCache(limit, self.chunk_invariant, store)
         if store:
-            # A copy of the cache shares its texts. The copy writes them when the cache is deleted, or the process ends.
+            # `finalize` must not hold a reference to the cache itself. So a shallow copy, which shares the texts,
+            # writes them when the cache is deleted or the process ends.
             finalize(self.prefixes, copy(self.prefixes).flush, _LAST)
 
     @_exclusive
@@ -185,8 +187,8 @@ class Engine:
         replied = source is not None and len(source.token_ids) > source.num_prompt_tokens
         if source and source.adapter != adapter:
             source = None
-        # If the source has already replied, a drafter that reads hidden states has also received the states of the
-        # reply.
+        # A drafter that reads hidden states can copy its state only from a request with the same drafter, and only
+        # before that request's first round. Later, its state also covers tokens of the reply.
         if source and policy and policy.drafter.taps and (replied or source.policy is not policy):
             source = None
         self._release_slots()

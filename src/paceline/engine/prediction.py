@@ -10,10 +10,11 @@ from itertools import pairwise, takewhile
 from paceline.types import Draft
 
 _MIN_LENGTH, _MAX_LENGTH = 4, 32
-"""Draft length when the reply has just met the prediction, and the maximum. Every accepted draft doubles the length."""
+"""Draft length when the reply has just begun to follow the prediction, and maximum draft length. Each fully accepted
+draft doubles the length."""
 _MIN_MATCH, _MAX_MATCH = 2, 4
-"""Number of tokens that must match before the prediction is taken up again, and the maximum. Every failed draft
-increments the number."""
+"""Number of tokens that must match before drafting resumes after a difference, and maximum of this number. Each draft
+whose first token is rejected increments it."""
 _MAX_CANDIDATES = 32
 """Maximum number of places to compare. It keeps predictions that repeat one token from being slow."""
 

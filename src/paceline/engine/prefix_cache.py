@@ -21,10 +21,11 @@ Tokens = NDArray[np.int64]
 
 
 _WRITE_WHILE_CACHED, _WRITE_ON_EVICTION, _WRITE_AT_EXIT = (1024, 4), (256, 16), (16, 1024)
-"""A text is written to disk only if that saves reading enough tokens later: at least this many, and at least this part
-of the text (one token in ...). The three limits apply while the text is in memory (so that a killed process loses
-little), when it leaves memory, and when the process ends. Each file holds a whole text, so writing a growing text at
-every turn would wear out the disk. With a quarter, all files of a text together have at most five times its size."""
+"""A text is written to disk only if that saves reading enough tokens later: at least n tokens, and at least one token
+in every k of the text. Each pair is (n, k). The three pairs apply while the text is in memory (so that a killed process
+loses little), when it leaves memory, and when the process ends. Each file holds a whole text, so writing a growing text
+at every turn would wear out the disk. Because at least a quarter of each file is new (k = 4), all files written for a
+growing text have at most five times its size."""
 _MIN_REPORTED_TOKENS = 256
 """A difference is reported if the prompt and the cached text both have at least this number of tokens after it."""
 _SHOWN_TOKENS = 16
@@ -138,7 +139,7 @@ class PrefixCache:
         Args:
             tokens: Token ids of the prompt.
             adapter: The request's adapter.
-            estimate_hit: Number of tokens that `find` returned.
+            known: Number of tokens that `find` returned.
 
         Returns:
             The difference, or None if it makes the prompt lose fewer than `_MIN_REPORTED_TOKENS` tokens.
@@ -179,7 +180,8 @@ class PrefixCache:
 
         Args:
             tokens: Token ids of the prompt and the reply.
-            prompt: Number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`. Rounds fed the others.
+            prompt: Number of tokens that were fed as a prompt, in chunks of `PREFILL_ROWS`. The other tokens were fed
+                in rounds.
             target: State of the target.
             drafters: Name of a drafter -> result of `Drafter.save`.
             adapter: The request's adapter.
@@ -324,8 +326,9 @@ class PrefixCache:
     def _can_replace(self, one: CachedText, other: CachedText) -> bool:
         """Return True if `one` can replace `other`, ignoring drafters.
 
-        The text of `one` must continue the text of `other`. From its state, it must be possible to load all of `other`,
-        and a single token if the state of `other` allows that.
+        The text of `one` must continue the text of `other`. The state of `one` must allow loading as much as the state
+        of `other` does. This is checked for all usable tokens of `other`, and for a single token, because a sliding
+        window may no longer hold short prefixes.
         """
         most, count = self._max_usable_tokens(other), len(other.tokens)
         if one.adapter != other.adapter:

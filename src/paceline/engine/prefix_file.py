@@ -58,9 +58,9 @@ _DTYPES = {
 }
 
 JsonState = Any
-"""A state in JSON form. Each tensor is replaced by its number."""
+"""A state in JSON form. Each tensor is replaced by its index in the file."""
 NumberedTensors = dict[int, tuple[int, Tensor]]
-"""`id` of a tensor -> its number in the file, and the tensor. A tensor that several states share is written once."""
+"""`id` of a tensor -> its index in the file, and the tensor. A tensor that several states share is written once."""
 
 
 class DamagedPrefix(Exception):

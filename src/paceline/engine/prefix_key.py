@@ -1,18 +1,19 @@
-"""Keys of cached texts on disk: hashes of everything except the tokens that decides the bits of a saved state.
+"""Keys of cached texts on disk: hashes of everything, apart from the tokens, that affects the bits of a saved state.
 
-A text on disk is used only if its key is equal. A key that changes without need only means that a prompt is read again.
-A key that stays the same although bits have changed would change texts. So keys include too much rather than too
-little:
+A text on disk is used only if its key equals the key of the running model. If a key changes without need, the only cost
+is that a prompt is prefilled again. If a key stayed the same although bits have changed, replies would change. So keys
+include too much rather than too little:
 
 - All weights in memory, after quantisation and merging, with the named adapters. The name, size and time of a file are
   not enough, because another model may have the same. Hashing a sample of the bytes would miss a change of one row.
   SHA-256 reads about 1 GB/s on each core, and the weights must be read once anyway.
 - The model's config, which holds rotary options, windows and scales, and the class of the target.
 - The sources of this package's caches, kernels and models, the code that cuts prompts into chunks, and the version of
-  torch. A version number for the order of sums would have to be raised by hand, and could be forgotten. The sources
-  cannot.
+  torch. A version number for the order of sums would have to be raised by hand, which could be forgotten. Hashing the
+  sources needs no such care.
 - The state after a short text, computed by a few layers. Its bits differ with dtypes, kernels and options of the cache.
-- If torch computes: its instruction set and number of threads. The CPU kernels return the same bits with any of them.
+- If torch computes the model: the instruction set and the number of threads that torch uses. Paceline's own CPU kernels
+  return the same bits with any instruction set and any number of threads.
 
 Chat templates and tokenizers need no place in the key. They act only through the token ids, which are compared with the
 prompt one by one.
@@ -41,7 +42,7 @@ from paceline.types import Want
 from paceline.verify.tree import pack_prefix
 
 _PROBE = 24
-"""Number of tokens in the short text."""
+"""Number of tokens in the short text that `_probe` feeds."""
 
 _known: WeakKeyDictionary[Target, str] = WeakKeyDictionary()
 """Keys of targets. A target is hashed once, before its first pass, because passes add tables to its tensors."""

@@ -116,7 +116,7 @@ class PrefixStore:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the folder's files of all models, in bytes. 0 if the folder cannot be read."""
+        """Total size of the prefix files in the folder, of all models, in bytes. 0 if the folder cannot be read."""
         try:
             changed = self.folder.stat().st_mtime_ns
             if changed != self._size[0]:

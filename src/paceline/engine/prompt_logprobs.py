@@ -63,7 +63,8 @@ class PromptLogprobs:
 
 
 class PooledStates:
-    """Mean of the last hidden states, after the final norm, of all prompt tokens except the pending one."""
+    """Mean of the hidden states after the final norm, over all prompt tokens except the last, which prefill does not
+    feed."""
 
     want: ClassVar[Want] = Want("none", taps=("final",))
 

@@ -80,7 +80,7 @@ class Task:
 
 
 TaskOutput = tuple[Task, list[Chunk]]
-"""A task and its new chunks. When the task is `done`, there is a last output, with or without chunks."""
+"""A task and its new chunks. Each task gets a final output when it is `done`, even if there are no new chunks."""
 
 
 class Scheduler:
@@ -91,8 +91,8 @@ class Scheduler:
     several tasks could start, this number is multiplied by the number of these tasks, up to `_MAX_CATCH_UP`, until the
     first of their prompts is complete. That reply's first token then does not wait for the other prompts. A waiting
     task may overtake the prompts that are being read if it has less than half the unread tokens of each of them. So
-    only few prompts are partly read at any time. If memory runs out, the latest reply releases its slot, and continues
-    later with the same text. If a reply fails, the other replies are not affected.
+    only few prompts are partly read at any time. If memory runs out, the reply that arrived last releases its slot, and
+    continues later with the same text. If a reply fails, the other replies are not affected.
     """
 
     def __init__(

@@ -16,11 +16,11 @@ from paceline.types import Draft, DraftBudget, Guarantee, Rows, Want
 from paceline.verify.tree import PREFILL_ROWS, pack, with_siblings
 
 _PREFIX_LENGTHS, _COMPARED_ROWS, _MAX_PASS_ROWS = (61, 5), 5, 32
-"""Numbers of tokens before the compared rows, number of compared rows, and number of rows in the longest pass, rounded
-up.
+"""Lengths of the prefixes before the compared rows, number of compared rows, and upper bound for the rows of the
+longest pass.
 
-Both prefixes are needed, because torch's products may give rows different bits after a short text, but the same bits
-after a longer one."""
+Both prefixes are needed, because torch's matrix multiplications may give rows different bits after a short text, but
+the same bits after a longer one."""
 
 
 def guarantee(target: Target) -> Guarantee:
@@ -28,8 +28,9 @@ def guarantee(target: Target) -> Guarantee:
 
     The same rows are fed one by one, in chains, in trees, and together with another request. Their logits must be
     identical. Once they are committed, the logits of the next row must be identical too. The check takes 16 small
-    passes. If the model has adapters or torch computes some products, it takes 32 passes for plain rows and 32 for each
-    adapter. If rows differ, the check stops after three passes. It uses the target's `excerpt` if there is one.
+    passes. If the model has adapters or torch computes some matrix multiplications, it takes 32 passes for plain rows
+    and 32 for each adapter. If rows differ, the check stops after three passes. It uses the target's `excerpt` if there
+    is one.
 
     Returns:
         "bits" if all logits are identical: text with speculation equals plain decoding bit for bit. Otherwise

@@ -21,8 +21,8 @@ class Divergence:
     Attributes:
         at: Length of the common prefix, in tokens.
         length: Length of the cached text, in tokens.
-        ours: The next tokens of the prompt.
-        theirs: The next tokens of the cached text.
+        ours: The first tokens of the prompt after the common prefix.
+        theirs: The first tokens of the cached text after the common prefix.
     """
 
     at: int
@@ -47,8 +47,8 @@ class Stats:
         accepted_at: At index i, the number of rounds that accepted at least i + 1 draft tokens.
         cached: Number of prompt tokens found in the prefix cache.
         from_disk: Number of cached tokens that were read from the prefix cache's folder on disk.
-        diverged: First difference between the prompt and the most similar cached text. None if few tokens were lost by
-            it.
+        diverged: First difference between the prompt and the most similar cached text. None if there is no difference,
+            or if it cost only a few prefix-cache hits.
         predicted: Number of tokens in the prediction (predicted outputs).
         confirmed: Number of predicted tokens that the reply contains.
         draft_failures: Number of rows for which the drafter proposed nothing because it failed.
