@@ -274,8 +274,8 @@ class Want:
 class Forward:
     """Output of a pass. Later passes do not change these tensors.
 
-    Values of padding rows (`Rows.counts`) are undefined. If all logits were requested, the output may end after the
-    last real row of any slot, so its T may be smaller.
+    Values of padding rows (`Rows.counts`) are undefined. If all logits were requested, the output may omit trailing
+    rows that are padding in every slot, so its T may be smaller.
 
     Attributes:
         logits: [B, T | 1 | 0, V], in float32, or in float64 for a float64 model.

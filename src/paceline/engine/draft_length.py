@@ -151,7 +151,7 @@ class _BatchCosts:
         otherwise a guess."""
         self.seen = [False] * len(nodes)
         self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
-        """For each size, the last round that used it, and the number of rounds that used it."""
+        """For each size, the latest round that used it, and the number of rounds that used it."""
 
 
 class RequestState(NamedTuple):

@@ -59,7 +59,7 @@ class PredictedReply:
             self._places.setdefault(pair, []).append(place)
         self._at, self._left_at = 0, 0
         """Place of the next token in the prediction (`length` while the reply differs), and the place where the reply
-        last began to differ."""
+        most recently began to differ."""
         self._count, self._agreeing = _MIN_LENGTH, _MIN_MATCH
         """Length of the next draft, and the number of tokens that must match before the prediction is taken up
         again."""
@@ -93,7 +93,7 @@ class PredictedReply:
     def _meeting(self) -> int:
         """Return the place after an occurrence of the reply's last tokens, or `length` if there is none.
 
-        The search begins where the reply last began to differ.
+        The search begins where the reply most recently began to differ.
         """
         places = self._places.get((self._tail[-2], self._tail[-1]), []) if len(self._tail) >= _MIN_MATCH else []
         first = bisect_left(places, self._left_at)

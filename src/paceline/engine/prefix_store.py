@@ -91,9 +91,9 @@ class PrefixStore:
         self._ignored: set[tuple[str, int]] = set()
         """Names and modification times of invalid files."""
         self._seen = 0
-        """Modification time of the folder when it was last read."""
+        """Modification time of the folder when it was most recently read."""
         self._size = 0, 0
-        """Modification time of the folder when its size was last determined, and that size."""
+        """Modification time of the folder when its size was most recently determined, and that size."""
         self._warned: set[object] = set()
         self._lock = threading.RLock()
         self._queue: deque[_Job] = deque()
