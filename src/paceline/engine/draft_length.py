@@ -155,7 +155,7 @@ class _BatchCosts:
 
 
 class RequestState(NamedTuple):
-    """The parts of a request's state before a round that a controller needs.
+    """The data about a request, before a round, that a controller needs.
 
     Attributes:
         unread: Number of tokens of the request's text that the drafter has not read.
@@ -210,7 +210,7 @@ class Outcome:
     Attributes:
         plan: The controller's plan.
         requests: State of each request before the round.
-        budgets: The part of the planned budget that each request could use.
+        budgets: The planned budget of each request, reduced to what the request could use.
         drafts: The draft of each request.
         verdicts: The verdict of each request.
         drafting: Seconds that drafting took.

@@ -90,9 +90,10 @@ class Scheduler:
     Between two rounds, at most `quota` prompt tokens are fed, so that a long prompt does not stall running replies. If
     several tasks could start, this number is multiplied by the number of these tasks, up to `_MAX_CATCH_UP`, until the
     first of their prompts is complete. That reply's first token then does not wait for the other prompts. A waiting
-    task may overtake the prompts that are being read if it has less than half the unread tokens of each of them. So
-    only few prompts are partly read at any time. If memory runs out, the reply that arrived last releases its slot, and
-    continues later with the same text. If a reply fails, the other replies are not affected.
+    task may overtake the prompts that are being read if it has less than half the unread tokens of each of them. All
+    other waiting tasks wait for these prompts, so only few prompts are partly read at any time. If memory runs out, the
+    reply that arrived last releases its slot, and continues later with the same text. If a reply fails, the other
+    replies are not affected.
     """
 
     def __init__(
