@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 _CHAIN = 16
-"""Maximum number of contexts updated per token. Text rarely has more. Repetitive text has one per token, but its
-shortest contexts, which are skipped, predict the same tokens as the longest."""
+"""Maximum number of contexts updated per token. Text rarely has more. Repetitive text has as many contexts as tokens,
+but its shortest contexts, which are skipped, predict the same tokens as its longest contexts."""
 _AHEAD = 8
 """The next automaton is built during the last `limit / _AHEAD` tokens, a few tokens at a time."""
 
@@ -16,10 +16,10 @@ _AHEAD = 8
 class SuffixAutomaton:
     """The suffix automaton of a growing text (Blumer et al. 1985), as SAM decoding uses it (arXiv 2411.10666).
 
-    A state stands for all substrings that end at the same places. State 0 is the empty context. There are at most two
-    states and three transitions per token, `push` takes amortised O(1) time, and no transition is ever removed. Beyond
-    the classic construction, each state counts its occurrences, and keeps its transitions in the order of their last
-    use.
+    A state stands for all substrings that end at the same set of positions in the text. State 0 is the empty context.
+    There are at most two states and three transitions per token, `push` takes amortised O(1) time, and no transition is
+    ever removed. Beyond the classic construction, each state counts its occurrences, and keeps its transitions in the
+    order of their last use.
 
     Attributes:
         limit: Maximum number of tokens, at least 2. When it is exceeded, the automaton starts over with the latest half
@@ -107,8 +107,8 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, state: int, token: int) -> int:
-        """Return the state of the longest string of `state`, followed by `token`. If that state also holds longer
-        strings, split it."""
+        """Return the state that contains the longest string of `state`, followed by `token`. If that state also holds
+        longer strings, split it."""
         after, link = self._next, self._link
         old = after[state][token]
         if self._length[old] == self._length[state] + 1:

@@ -1,4 +1,9 @@
-"""The base class of all drafters, and the requests for drafts that they receive."""
+"""The base class of all drafters, and the requests for drafts (asks) that they receive.
+
+A *cascade* (`stack.DrafterStack`) asks several drafters in order. Drafters that look drafts up and drafters that run a
+model have unrelated costs. They are therefore separate *parts* of a cascade, each with its own draft length. Any other
+drafter has a single part.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ class Allowance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for one draft.
+    """The engine's request to a drafter: propose one draft, for one user request (`Request`) in one round.
 
     Attributes:
         slot: The slot of the request.
@@ -99,7 +104,8 @@ class DrafterPart(NamedTuple):
 
 
 class Drafter(ABC):
-    """Proposes tokens. A drafter may propose anything, or nothing, because the text depends only on the target.
+    """Proposes tokens. A drafter may propose anything, or nothing, because verification accepts only tokens that the
+    target allows.
 
     The calls for a slot are `admit`, `feed` for each prefill chunk, `propose` and `observe` for each round, and
     `release`. The drafter learns the prompt from `admit`, and the tokens of each round from `observe`. A request may

@@ -1,4 +1,4 @@
-"""A block drafter (DFlash 1 and 2, DSpark): one pass drafts several tokens at once. See `models/block.py`."""
+"""A block drafter (DFlash 1 and 2, DSpark): one pass drafts several tokens. See `models/block.py`."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Block(StateDrafter[CachedSlot]):
         return x[:, first : first + depth]
 
     def _read_pending(self, state: CachedSlot) -> None:
-        # Read all of them, because hidden states take several times as much memory as the keys and values that are made
-        # from them.
+        # Read all pending states, because they take several times as much memory as the keys and values that are
+        # computed from them.
         self._catch_up([state])
 
     @torch.inference_mode()

@@ -19,8 +19,8 @@ from paceline.verify.tree import PREFILL_ROWS
 from paceline.vision.prompt import ImagePrompt
 
 MAX_PENDING = 8 * PREFILL_ROWS
-"""Maximum number of positions with pending states. A request that never drafts never reads its states, which saves time
-but takes memory (48 MiB for three taps of width 4096 in bfloat16)."""
+"""Maximum number of positions with pending states. While a request does not draft, its states are not read, which saves
+time but takes memory (48 MiB for three taps of width 4096 in bfloat16)."""
 
 _MAX_UNCOPIED_BYTES, _MAX_UNCOPIED_PASSES = 1 << 20, 16
 """If the states of a pass take at most `_MAX_UNCOPIED_BYTES` bytes, they are not copied until `_MAX_UNCOPIED_PASSES`
@@ -131,7 +131,7 @@ class CachedDrafter(Drafter, Generic[S]):
         self._slots[slot].images = prompt if isinstance(prompt, ImagePrompt) else None
 
     def _reclaim(self) -> None:
-        """Release cache slots that no request holds. There is one if an interrupt came just after it was acquired."""
+        """Release cache slots that no request holds. An interrupt just after `acquire` can leave such a slot."""
         for cache_slot in {*range(len(self._cache.lengths))} - {state.cache_slot for state in self._slots.values()}:
             self._cache.release(cache_slot)
 

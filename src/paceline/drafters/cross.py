@@ -100,8 +100,8 @@ class _CrossVocabularyDrafter(DraftModel, Generic[R]):
         return super().propose(asks)
 
     def _read(self, slot: int) -> None:
-        """Convert the tokens that were committed since the last call. The cache keeps the draft tokens that are still
-        valid."""
+        """Convert the tokens that were committed since the previous call. The cache keeps the draft tokens that are
+        still valid."""
         reader, state = self._readers[slot], self._slots[slot]
         valid = reader.read(self._unread[slot])
         self._unread[slot].clear()

@@ -28,7 +28,7 @@ _MAX_PADDING = 1 / 200
 
 
 def discover_drafter(target: Loaded) -> str | None:
-    """Return the name of the best drafter with weights that this disk holds for a target, or None.
+    """Search this disk for the best learned drafter for a target. Return its name, or None if there is none.
 
     The first choice is a head that was trained for the target, in the folder that contains the target or in the cache
     of huggingface_hub. The second is the smallest model with the same vocabulary and at most half the target's size, in
@@ -87,7 +87,7 @@ def _smaller_models(target: Loaded, models: list[StoredModel]) -> Iterator[str]:
 def _may_share_vocabulary(path: Path, rows: int) -> bool:
     """Return True if a model's vocabulary size allows that it has the same vocabulary as a target with `rows` rows.
 
-    The result is also True if the files do not show the size.
+    The result is also True if `config.json` does not state the size.
     """
     try:
         if path.is_file():

@@ -40,9 +40,9 @@ class Eagle(StateDrafter[_EagleSlot], TreeDrafter):
     """Drafts with an EAGLE-1, EAGLE-2 or EAGLE-3 head for the target that it was trained for.
 
     The head reads features: the target's hidden states at its taps. Features stay pending until the next `propose`. The
-    first pass of that call reads them for all requests at once, which replaces drafted features with real ones. Row i
-    of the head's cache is made from the features at position i and token i + 1. A text of one token has no features
-    yet, so its first round has no draft.
+    first pass of that call reads them for all requests, in place of the features that the head itself predicted for
+    drafted tokens. Row i of the head's cache is made from the features at position i and token i + 1. A text of one
+    token has no features yet, so its first round has no draft.
     """
 
     def __init__(self, config: EagleConfig, tensors: Mapping[str, Tensor], target: TargetWithHead) -> None:

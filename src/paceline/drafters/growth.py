@@ -19,8 +19,8 @@ from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
 
 _NEXT_ACCEPTANCE = 0.85
-"""Assumed probability that the next token will be accepted if its parent is accepted. It is needed before the token is
-drafted."""
+"""Assumed probability that the next token will be accepted if its parent is accepted. It decides if another level is
+drafted, before the drafter has scored that level."""
 _OUTLIER, _MEAN_COUNT = 2.0, 8.0
 """Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEAN_COUNT` times."""
 _MIN_DRAWN_PROBABILITY = 0.3
@@ -149,7 +149,7 @@ class DrawnTree(DraftTree):
 
     def with_older_siblings(self, nodes: Sequence[int]) -> list[int]:
         """Return these nodes, and all siblings that were drawn before them, because verification tries siblings in the
-        order of the draws. Siblings have consecutive numbers."""
+        order of the draws. Siblings have consecutive indices."""
         return sorted({elder for node in nodes for elder in range(node - self.ranks[node][-1], node + 1)})
 
     def _expands(self, node: int) -> bool:
@@ -236,7 +236,7 @@ class TreeDrafter(Drafter):
 
     @abstractmethod
     def limit(self, ask: Ask) -> DraftBudget:
-        """Return the part of the ask's budget that can be drafted now. If it has 0 nodes, the request takes part in no
+        """Return the ask's budget, reduced to what can be drafted now. If it has 0 nodes, the request takes part in no
         pass."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from paceline.types import Tap, Verdict
 
 
 class CacheSharing(Drafter):
-    """A drafter that uses the target's own cache. It holds only a weak reference to it."""
+    """A drafter that uses the target's own cache. It holds only a weak reference to that cache."""
 
     replayable = False
     reads_prompt = False

@@ -85,7 +85,7 @@ def _most_likely_tree(budget: DraftBudget, ranked: Sequence[Ranked]) -> Draft:
     """Return the tree of `best_tree`, for probabilities that decrease with the rank.
 
     A node's first child and its next sibling are never likelier than the node. When a node is added, it is therefore
-    enough to consider these two, instead of all siblings at once.
+    enough to consider these two, instead of all siblings.
     """
     costs = [[-score for score in ranking.scores] for ranking in ranked]
     tokens: list[int] = []
@@ -153,7 +153,8 @@ def fixed_tree(budget: DraftBudget, order: tuple[Place, ...], drawn: bool) -> Fi
     """Return a tree of fixed shape.
 
     Depending on earlier draws, a logits processor may leave a depth with fewer candidates than places. The rule `block`
-    verifies chains as a whole, so draws inside a chain must not decide whether it is a chain.
+    verifies chains as a whole, so draws inside a chain must not decide whether it is a chain. A drawn tree therefore
+    never branches below an only child (`_taper`).
 
     Args:
         budget: Maximum size of the tree.

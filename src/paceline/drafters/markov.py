@@ -19,7 +19,8 @@ _MIN_CONFIDENCE = 1e-6
 
 
 class BlockTrees:
-    """Grows the drafts of a round from the results of a single pass. Each level then costs only a small matrix product.
+    """Grows the drafts of a round from the results of a single pass. Each level then costs only a small matrix
+    multiplication.
 
     A confidence head estimates the probability that the best token at a depth is accepted. This estimate replaces the
     token's own probability, and the scores of its siblings are shifted by the same amount. A chain therefore ends where

@@ -45,7 +45,8 @@ class Medusa(LastState):
         self.draft = DraftBudget(15, config.heads, 4)
         if kept := places(_UNLIMITED.within(config.heads), config.paths) if config.paths else ():
             whole = DraftBudget(len(kept), max(map(len, kept)), max(map(max, kept)) + 1)
-            # The best places come first. Beyond the rows that are nearly free, another row costs more than it gains.
+            # Keep the best places, which come first, up to the number of rows that a memory-bound pass verifies at
+            # almost no cost. Beyond that number, another row costs more than it gains.
             self.draft = whole.within(whole.depth, memory_bound_rows(target.device) - 1)
         super().__init__()
 

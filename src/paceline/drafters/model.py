@@ -21,8 +21,9 @@ MAX_SHARED_PASS = 32
 """Maximum number of tokens of a request in a pass with other requests. Longer texts are first fed in separate passes,
 because all requests in a pass are padded to the longest one."""
 MAX_READ = 128
-"""Maximum number of tokens of a text that a round reads in a separate pass, because all requests wait for it. Until the
-text has been read, it gets no drafts. With rules other than `match`, the whole text is read at once."""
+"""Maximum number of tokens of a text that one round reads in a separate pass. It is limited, because all requests of
+the round wait for that pass. Until the text has been read, it gets no drafts. With rules other than `match`, the whole
+text is read in one round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
         while len(self._uncached(state)) > MAX_SHARED_PASS:
             if not self._copy_prompt(state):
                 self._read_prompt(state)
-            # With other rules, the text depends on the drafts, so the drafts must not depend on what was read earlier.
+            # With other rules, the text depends on the drafts. So whether a round drafts must not depend on how much of
+            # the text has been read before.
             if ask.sampler.rule == "match" and (left := len(self._uncached(state))) > MAX_SHARED_PASS:
                 return left
         return 0

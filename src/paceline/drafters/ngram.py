@@ -1,4 +1,4 @@
-"""N-gram lookup: draft the tokens that followed the last few tokens when they last occurred."""
+"""N-gram lookup: draft the tokens that followed the previous occurrence of the text's last few tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ class _Index:
         min_n: Minimum n.
         max_n: Maximum n.
         follows: Key of an n-gram -> index of the token after its latest occurrence.
-        older: The same for the tokens before these.
+        older: The same for earlier tokens. After every `_MIN_INDEXED` tokens, `follows` becomes `older`, and a new
+            `follows` begins.
         done: Number of tokens that have been indexed.
     """
 
@@ -109,7 +110,7 @@ class _Index:
     done: int = 0
 
     def catch_up(self) -> None:
-        """Index the tokens that were added since the last call. This takes O(max_n) time per token."""
+        """Index the tokens that were added since the previous call. This takes O(max_n) time per token."""
         for end in range(self.done + 1, len(self.text)):
             for key in self._keys(self.text, end):
                 self.follows[key] = end

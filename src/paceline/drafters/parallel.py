@@ -22,8 +22,8 @@ class ParallelEagle(Eagle):
     """Drafts with mask rows after the newest row of an EAGLE-3 head's cache.
 
     A mask row has the mask token and a learned state, in place of a token and features that are not known yet. It also
-    attends to the mask rows before it, and predicts the token that is one further ahead. Mask rows are not kept in the
-    cache.
+    attends to the mask rows before it, and predicts one token further ahead than the row before it. Mask rows are not
+    kept in the cache.
 
     Source: speculators, `models/peagle/`.
     """

@@ -14,7 +14,7 @@ _MAX_OPEN, _MIN_OPEN, _CONTEXT = 400, 80, 80
 """Lengths in characters: the maximum that is encoded again in each round, the minimum that stays open after a cut, and
 the context that is encoded before the open part so that no token depends on the cut."""
 _MAX_CUTS = 4
-"""Number of cuts to try at spaces, and number of cuts to try then at any character."""
+"""Number of cuts to try at spaces, and number of cuts to try at arbitrary characters if no space will do."""
 _COMMITTED_TOKENS = 12
 """Number of committed target tokens that are encoded together with drafted text, so that the text is tokenized as their
 continuation."""
@@ -28,7 +28,8 @@ class TokenReader(Protocol):
     """The draft tokens for everything that has been read."""
 
     def read(self, tokens: Sequence[int]) -> int:
-        """Read more target tokens. Return the number of old ids that are still valid."""
+        """Read more target tokens, and update `ids`. Return how many of the previous ids, counted from the start, are
+        unchanged."""
         ...
 
 
@@ -53,12 +54,12 @@ class TokenMapper:
 
 
 class Retokenizer:
-    """A reader that encodes the text with the draft model's tokenizer. Only its last ids may change later.
+    """A reader that encodes the text with the draft model's tokenizer. Only the ids near the end may change later.
 
     The cost of a round does not grow with the text, because only the end of the text is encoded again. This end begins
-    at a cut at which more text does not change the tokens before it. Such a cut is found by trial. Some characters
-    before the cut are encoded as well, because tokenizers may treat the beginning of a text differently. Incomplete
-    characters wait for their last byte.
+    at a cut: a place in the text such that later text does not change the tokens before it. Cuts are found by trial.
+    Some characters before the cut are encoded as well, because tokenizers may treat the beginning of a text
+    differently. Incomplete characters wait for their last byte.
     """
 
     def __init__(self, vocab_map: VocabMap) -> None:

@@ -1,4 +1,4 @@
-"""Cascades of drafters, in order of preference."""
+"""Cascades: drafters that are asked one after another, in order of preference."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ class DrafterStack(Drafter):
             asks: The requests for drafts.
             drafter: The drafter to ask.
             part: The part whose allowance applies.
-            later: The part of the learned drafter that is asked after this drafter, which must therefore be sure. None
-                if there is no such part.
+            later: The part of the learned drafter that is asked next. If it has an allowance, this drafter must be sure
+                of its draft (`Ask.sure`). None if no learned drafter is asked next.
         """
         asked = dict[int, Ask]()
         for i, ask in enumerate(asks):

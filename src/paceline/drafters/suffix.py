@@ -18,13 +18,14 @@ from paceline.verify.tree import MIN_ROWS
 # These values were tuned by replaying 438 recorded answers (docs/notes/drafters.md#lookup-drafters-tuned-offline).
 # Small changes to any of these values hardly change the estimated speed.
 _HALF_EVIDENCE = 2.0
-"""The evidence (match length times mean count) that makes a context right half of the time."""
+"""The evidence (match length times mean count) at which a context is trusted to 50%."""
 _RECENCY_BONUS = 0.5
 """Bonus for the latest continuation, in occurrences."""
 _MAX_CONTEXTS = 4
 """Maximum number of contexts to evaluate per node, longest first."""
 _MAX_TRUST = 0.9
-"""If the trust in a context exceeds this number, shorter contexts are not evaluated."""
+"""Once the evaluated contexts have received more than this share of the probability, shorter contexts are not
+evaluated."""
 _MAX_FOLLOWERS = 16
 """Maximum number of continuations to evaluate per context, most recent first."""
 _MIN_EXTENSION_PROBABILITY = 0.4
@@ -212,7 +213,7 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
 def likeliest(contexts: Sequence[Context], most: int) -> list[tuple[int, float]]:
     """Return up to `most` next tokens and their estimated probabilities, the most probable token first.
 
-    The longest context is evaluated first. The probability that is not assigned by it, because it is not fully trusted,
+    The longest context is evaluated first. The probability that it leaves unassigned, because it is not fully trusted,
     goes to the next shorter context, as in prediction by partial matching (Cleary and Witten 1984). In contrast to that
     method, trust also grows with the length of the match.
     """

@@ -28,8 +28,8 @@ _TRIM_ABOVE = 1 << 16
 """Vocabulary size above which "auto" trims the head."""
 _KEPT_LOWEST_IDS = 3 << 14
 """Number of tokens that "auto" keeps. It keeps the lowest ids, because tokenizers number merges in order of frequency.
-In answers of Qwen2.5-Coder 1.5B, 3% of the tokens have higher ids. If only 32k tokens were kept, it would be 6%, and
-with 16k tokens 11% (docs/notes/drafters.md#trimmed-output-heads)."""
+In answers of Qwen2.5-Coder 1.5B, 3% of the tokens have higher ids. With only 32k tokens kept, 6% of the tokens would be
+missing, and with 16k tokens 11% (docs/notes/drafters.md#trimmed-output-heads)."""
 _KEPT_FREQUENT = 1 << 15
 """Number of tokens to keep if a file of answers shows which tokens are frequent."""
 _MAX_ANSWER_BYTES = 16 * MIB

@@ -41,7 +41,7 @@ def count(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
 def choose(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
     """Choose a draft vocabulary: the tokens `always`, then the most frequent tokens.
 
-    Of tokens with equal counts, the lowest ids are chosen, since tokenizers number common merges first.
+    Among tokens with equal counts, the lowest ids are chosen, since tokenizers number common merges first.
 
     Args:
         counts: Number of occurrences of each token, int64 [V].
