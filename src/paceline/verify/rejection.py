@@ -145,7 +145,7 @@ def block_walk(draft: Draft, probabilities: TargetProbabilities, draws: RandomDr
 
 
 class _Walk:
-    """A walk down a tree. Its state is the path so far, and the residual after the rejected children of the last
+    """A walk down a tree. Its state is the path so far, and the residual after the rejected children of the path's last
     row."""
 
     def __init__(self, draft: Draft, probabilities: TargetProbabilities, draws: RandomDraws) -> None:
@@ -248,8 +248,9 @@ class _Walk:
 def _source(q: Tensor | None, token: int, p: Tensor) -> Tensor:
     """Return the distribution that a child was drawn from.
 
-    Without q, or if q of the token is 0, the child was chosen, not drawn. It then gets all the probability mass. This
-    keeps p however the child was chosen, as long as the choice does not depend on the draws of this round.
+    Without q, or if q of the token is 0, the child was chosen, not drawn. Return a point mass on the token in this
+    case. The text then keeps the distribution p, however the child was chosen, as long as the choice does not depend on
+    the draws of this round.
     """
     if q is not None and float(q[token]) > 0.0:
         return q

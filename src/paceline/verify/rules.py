@@ -164,7 +164,8 @@ def walk(draft: Draft, choose: ChooseToken) -> Verdict:
 
 
 def _greedy(logits: Tensor, position: int) -> ChooseToken:
-    """Choose the likeliest token, or the lowest id in a tie. One reduction and one transfer serve all rows."""
+    """Choose the likeliest token, or the lowest id in a tie. All rows share one reduction and one transfer from the
+    device."""
     best = logits.max(-1)
     # Values and ids share one tensor, so the device is synchronised once. float32 holds ids below 2^24 exactly.
     values, tokens = torch.stack([best.values, best.indices.to(logits.dtype)]).tolist()

@@ -16,12 +16,12 @@ from paceline.errors import InvalidOption
 from paceline.types import Draft, DraftBudget, Resume, Rows
 
 PREFILL_ROWS = 256
-"""Number of prompt tokens per prefill pass. More tokens would take more memory. Fewer tokens would make the matrix
-products less efficient."""
+"""Number of prompt tokens per prefill pass. More tokens would take more memory. Fewer tokens would make matrix
+multiplications less efficient."""
 
 MIN_ROWS = 4
-"""Minimum number of rows in a pass of the target. A matrix product with a single row may use another kernel, which
-gives different bits. Packed bfloat16 products are faster with four rows than with two
+"""Minimum number of rows in a pass of the target. A matrix multiplication with a single row may use another kernel,
+which gives different bits. Packed bfloat16 multiplications are faster with four rows than with two
 (docs/notes/kernels.md#packed-weights)."""
 
 
@@ -118,7 +118,7 @@ def places(budget: DraftBudget, order: tuple[Place, ...] = ()) -> tuple[Place, .
 
 
 def renumber_siblings(places: Iterable[Place]) -> tuple[Place, ...]:
-    """Renumber siblings from 0, so that no number is missing."""
+    """Renumber the ranks of siblings from 0, without gaps."""
     names: dict[Place, Place] = {(): ()}
     children: Counter[Place] = Counter()
     for place in places:
@@ -129,7 +129,8 @@ def renumber_siblings(places: Iterable[Place]) -> tuple[Place, ...]:
 
 
 def _default_order(budget: DraftBudget) -> Iterator[Place]:
-    """Yield the places of a budget in order of cost. A step to the next sibling costs as much as four steps down."""
+    """Yield the places of a budget in order of cost. A step to the next sibling costs as much as four steps down,
+    because 0.7 ** 4 is about a quarter (see `places`)."""
     heap: list[tuple[int, Place]] = [(1, (0,))] if budget.depth else []
     count = 0
     while heap and count < budget.nodes:
@@ -152,9 +153,9 @@ def pack(
 ) -> Rows:
     """Pack drafts into the rows of one pass: for each slot the pending token, its draft, and padding.
 
-    All slots are padded to the number of rows of the longest, and so that the pass has at least `MIN_ROWS` rows. A
-    padding row is an additional root: it repeats the pending token, attends to the prefix and itself, and its results
-    are never read.
+    All slots are padded to the same number of rows: the rows of the longest slot, or more if the pass would otherwise
+    have fewer than `MIN_ROWS` rows. A padding row is an additional root: it repeats the pending token, attends to the
+    prefix and itself, and its results are never read.
 
     Args:
         last: Pending token of each slot.
@@ -162,8 +163,8 @@ def pack(
         slots: Slots of the pass.
         lengths: Number of committed tokens of each slot.
         device: Device of the rows.
-        starts: For each slot, the number of rows that earlier passes have fed, and that this pass omits. By default,
-            the pass has all rows, and resumes at the layer where drafting stopped (`Draft.carried`).
+        starts: For each slot, the number of rows of the draft that earlier passes have fed. This pass omits them. By
+            default, the pass has all rows, and resumes at the layer where drafting stopped (`Draft.carried`).
     """
     begins = starts or [0] * len(drafts)
     counts = tuple(1 + len(d.tokens) - start for d, start in zip(drafts, begins, strict=True))
@@ -190,8 +191,8 @@ def pack(
 def _resume(
     last: Sequence[int], drafts: Sequence[Draft], slots: Sequence[int], lengths: Sequence[int], device: torch.device
 ) -> Resume | None:
-    """Return the state to resume a pass from, or None if no draft was carried. It resumes at the highest layer to which
-    a draft was carried. Drafts that were carried to another layer start over."""
+    """Return the layer at which a pass resumes and its inputs, or None if no draft has `Draft.carried`. If drafts were
+    carried to different layers, the pass resumes at the highest of them, and the other drafts start at layer 0."""
     layer = max((draft.carried.layer for draft in drafts if draft.carried), default=0)
     if not layer:
         return None
