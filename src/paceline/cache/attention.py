@@ -1,4 +1,7 @@
-"""Attention over the slab cache. The bits of a row's result depend only on the columns that the row attends to."""
+"""Attention over the slab cache. The bits of a row's result depend only on the columns that the row attends to.
+
+A *column* is where a slab (`slab.Slab`) stores the keys and values of one token.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from paceline.cache.layout import Layout
 from paceline.types import Rows
 
 BLOCK = 512
-"""Number of columns that one product of weights and values sums over.
+"""Number of columns over which one matrix multiplication sums attention weights times values.
 
-Libraries split longer products in a way that depends on their length. A row's bits would then change with the number of
+Libraries split longer sums in a way that depends on their length. A row's bits would then change with the number of
 rows in the pass. Blocks therefore always begin at multiples of `BLOCK`.
 """
 
@@ -114,7 +117,7 @@ class SlabPlan:
             window: See `LayerAttention`.
             rows: The rows of the pass.
             members: For the slots that the slab holds (one slot or all of them), their indices in the pass.
-            places: For each member, its place in the slab.
+            places: For each member, its place in the slab (see `slab.Slab`).
             layouts: For each member, the layout of its rows.
             chunked: See `LayerAttention`.
         """
@@ -295,9 +298,9 @@ def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerA
     b, t, heads, d = q.shape
     kv = len(keys) // b
     group = heads // kv
-    # The query heads that share a key head become rows of one product. The product reads its left operand in place, but
-    # copies its right operand into packed form first. So the many keys are on the left and the few queries are on the
-    # right.
+    # The query heads that share a key head become rows of one matrix multiplication. `bmm` reads its left operand in
+    # place, but copies its right operand into packed form first. So the many keys are on the left and the few queries
+    # are on the right.
     queries = (q * spec.scale).view(b, t, kv, group, d).permute(0, 2, 3, 1, 4).reshape(b * kv, group * t, d)
     scores = torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2)
     scores = scores.to(plan.mask.dtype, memory_format=torch.contiguous_format)
@@ -321,8 +324,8 @@ def _exact(q: Tensor, keys: Tensor, values: Tensor, plan: SlabPlan, spec: LayerA
 
 
 def _mix(weights: Tensor, values: Tensor, precise: torch.dtype) -> Tensor:
-    """Return the weighted sum of values [B * kv_heads, columns, D]. One batched product computes the sums of all
-    blocks, which are then added in order."""
+    """Return the weighted sum of values [B * kv_heads, columns, D]. One batched matrix multiplication computes the sums
+    of all blocks, which are then added in order."""
     reach = values.shape[1]
     blocks, rest = divmod(reach, BLOCK)
     if not blocks:
@@ -378,7 +381,7 @@ def _window_mask(
     for slot, length, x in zip(mask, lengths, layouts, strict=True):
         here = length + x.row_depths[:, None]
         passed = passed_by(here, window, chunked)
-        # Each column holds the last position before `length` that maps to it.
+        # Each column holds the highest position below `length` that maps to it.
         columns = torch.arange(reach)
         prefix = length - 1 - (length - 1 - columns) % capacity
         visible = (prefix >= 0) & (prefix > passed)
@@ -389,5 +392,5 @@ def _window_mask(
 
 
 def passed_by(here: Tensor, window: int, chunked: bool) -> Tensor:
-    """Return, for rows at positions `here`, the last position that is no longer in the window."""
+    """Return, for rows at positions `here`, the highest position that is no longer in the window."""
     return here - (here % window + 1 if chunked else window)

@@ -1,13 +1,13 @@
 """Placement of a draft tree's rows in the columns of the KV cache while the tree is verified.
 
-The result of a floating-point sum depends on its order, and a bfloat16 product adds keys in pairs of neighbouring
-columns (2i, 2i + 1). To get the same bits as plain decoding, a row's ancestors must be stored in the order of their
-positions and in the same pairs as in plain decoding. Other columns may lie in between, because their weight is zero and
-adding zero changes nothing.
+The result of a floating-point sum depends on its order, and a bfloat16 matrix multiplication sums over the columns in
+pairs of neighbours (2i, 2i + 1). To get the same bits as plain decoding, a row's ancestors must be stored in the order
+of their positions and in the same pairs as in plain decoding. Other columns may lie in between, because their weight is
+zero and adding zero changes nothing.
 
-A chain meets this condition as it is. In a tree, a row at an even position is the first of a pair, and each of its
-children is the second of a pair with it. The first child takes the column after its parent. Every other child gets a
-pair of its own, with a copy of the parent in the first column. The first row of a pair always takes an even column,
+A chain stored in order meets this condition. In a tree, a row at an even position is the first of a pair, and each of
+its children is the second of a pair with it. The first child takes the column after its parent. Every other child gets
+a pair of its own, with a copy of the parent in the first column. The first row of a pair always takes an even column,
 even if it has no child yet. A row's column therefore depends only on earlier rows. So a tree can grow over several
 passes, and every row keeps its bits.
 """
@@ -60,7 +60,7 @@ def layout(parents: tuple[int, ...], length: int, start: int = 0) -> Layout:
     """Return the layout for a pass over the new rows of a tree.
 
     Args:
-        parents: The parent of every row of the tree: a row number, or `NONE`.
+        parents: The parent of every row of the tree: the index of a row, or `NONE`.
         length: Number of tokens in the committed prefix. Only its parity matters, so pass `length % 2` to share cached
             layouts.
         start: The first new row. The rows before it were written by earlier passes.

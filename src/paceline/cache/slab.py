@@ -1,4 +1,4 @@
-"""The KV cache. Each slot takes only as much memory as its own text needs.
+"""The KV cache, which stores keys and values in slabs. Each slot takes only as much memory as its own text needs.
 
 `SlabPlan` in `attention.py` writes and reads the rows of a pass.
 """
@@ -73,7 +73,7 @@ class Slab:
     def fits(self, reach: int, step: int, growth: float) -> int:
         """Return the capacity that the slab should have to hold `reach` columns.
 
-        This is the present capacity if it is sufficient. Otherwise, it is at least `growth` times the present capacity,
+        This is the current capacity if it is sufficient. Otherwise, it is at least `growth` times the current capacity,
         rounded up to a multiple of `step`. A ring never exceeds its full size.
         """
         if self.ring and reach > self._limit:
@@ -352,8 +352,8 @@ class SlabCache(SlotTable):
         self.lengths[slot] = length
 
     def fit(self, slot: int, budget: DraftBudget) -> DraftBudget:
-        """Limit a budget to the rest of the slot's block. Each row of a tree may take two columns, and alignment may
-        take one more column."""
+        """Limit a budget so that the draft ends within the slot's current block, because sums are split at the ends of
+        blocks (`BLOCK`). Each row of a tree may take two columns, and alignment may take one more column."""
         self.check_taken(slot)
         left = BLOCK - 1 - self.lengths[slot] % BLOCK
         nodes = left if budget.branch == 1 else max(0, left - 1) // 2

@@ -1,4 +1,4 @@
-"""The slots of a KV cache: which are free, how long they are, and which entries a commit moves."""
+"""The slots of a KV cache: which slots are free, how many tokens they hold, and which entries a commit moves."""
 
 from __future__ import annotations
 

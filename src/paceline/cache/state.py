@@ -74,7 +74,7 @@ class Stretch(NamedTuple):
     Attributes:
         slot: Index of the slot in the pass.
         first: First row, counted from the slot's first row in the pass.
-        tree: The tree. These rows are its last ones.
+        tree: The tree. The stretch consists of its rows from `tree.start` on.
         state: The state before the tree.
         earlier: Updates of the tree's earlier rows, each [start, ...]. None if there are none.
     """
@@ -154,8 +154,8 @@ class StateCache(SlabCache):
     """A `SlabCache` for models that also have recurrent layers.
 
     A slot keeps the states at its current length, at the length before its latest commit, and at checkpoints. The
-    checkpoints are the last two multiples of `CHECKPOINT_INTERVAL`, and `CHECKPOINT_INTERVAL` times each power of two.
-    `truncate` and `load` go back to the nearest state.
+    checkpoints are the latest two multiples of `CHECKPOINT_INTERVAL`, and `CHECKPOINT_INTERVAL` times each power of
+    two. `truncate` and `load` go back to the nearest state.
     """
 
     def __init__(self, recurrences: Mapping[int, Recurrence], *args: Any) -> None:
@@ -359,8 +359,7 @@ def _chain(count: int) -> Tree:
 
 
 def _ends(length: int, count: int) -> list[int]:
-    """Return the ends of the parts into which checkpoints divide the next `count` tokens. They are counted from
-    `length`."""
+    """Divide the next `count` tokens at the checkpoints. Return the end of each piece, counted from `length`."""
     return [*range(CHECKPOINT_INTERVAL - length % CHECKPOINT_INTERVAL, count, CHECKPOINT_INTERVAL), count]
 
 
