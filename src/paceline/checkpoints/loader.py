@@ -125,7 +125,7 @@ def load_model(
     where, parts, mirror = place.first, place.parts, place.mirror
     with place.in_turn():  # rank 0 downloads the model and compiles the kernels before the other ranks look for them
         with progress_bar("compiling the CPU kernels, once", progress):
-            pick_dtype(dtype, where)  # raise errors before anything is downloaded
+            pick_dtype(dtype, where)  # compile the kernels, and raise errors, before anything is downloaded
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
     config = native_config(checkpoint)
     check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
