@@ -110,7 +110,7 @@ class ImageSource(Lenient):
 
 
 def _source(value: Any) -> Any:
-    """Return the source of an image. One without data is refused later, if the model sees the image at all."""
+    """Return the source of an image. An image without data is refused later, if the model sees it at all."""
     return value if isinstance(value, dict) else {}
 
 
@@ -121,7 +121,7 @@ class ImageBlock(Lenient):
     source: Annotated[ImageSource, BeforeValidator(_source)] = Field(default_factory=ImageSource)
 
     def part(self, param: str, new: bool) -> SentImage:
-        """Return the image. `new`: it is in the last message, which has no results of tools."""
+        """Return the image. `new`: True if it is in the last message, and that message has no results of tools."""
         source = self.source.url if self.source.type == "url" else self.source.data
         refusal = f"{param}: {_WANTED}, got 'image'" if new else None
         return SentImage(source=source, param=f"{param}.source", kind=self.type, refusal=refusal)
