@@ -1,7 +1,7 @@
 """Fetching images from hosts that --allow-image-urls names.
 
-A URL lets a client make this server send a request. Therefore, only the named hosts are contacted, including
-after a redirect. A host in a private network must be named literally: a pattern does not allow it. The address is
+A URL lets a client make this server send a request. Therefore, only the named hosts are contacted, even after
+a redirect. A host in a private network must be named literally: a pattern does not allow it. The address is
 looked up once, so that it cannot change between the check and the connection.
 """
 

@@ -24,7 +24,7 @@ class Metrics:
     """Counters and histograms of one server, in a registry of its own, each with the model's name as a label."""
 
     def __init__(self, load: Callable[[str], WorkerLoad]) -> None:
-        """`load`: returns the load of the model that has a name."""
+        """`load`: returns the load of the model with the given name."""
         self._registry, self._load = CollectorRegistry(), load
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
         self.drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")

@@ -157,7 +157,7 @@ class Models:
 
     def add(self, source: ModelSource) -> None:
         """Serve another model. If its file is already served, that model gets the new names. A name
-        that is in use keeps its meaning."""
+        that is in use stays with its model."""
         served = next((one for one in self.sources if one.path is not None and one.path == source.path), source)
         if served is source:
             if source.names[0] in self._named:
@@ -294,7 +294,7 @@ class Models:
                         return
                     del model
                     trim_memory()
-                    self._freed.set()  # its size is known now, so try again without waiting
+                    self._freed.set()  # the size of `source` is known now, so try again without waiting
             try:
                 await asyncio.wait_for(self._freed.wait(), until - time.monotonic())
             except asyncio.TimeoutError:
