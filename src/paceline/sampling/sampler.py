@@ -91,8 +91,9 @@ class Ranked:
     Attributes:
         tokens: Token ids.
         scores: For each candidate, an estimate of the log-probability that the target chooses it. For greedy text and
-            for the rule "typical", this is a log-softmax over all tokens. For the rule "match", it is a log-softmax
-            over the best few sums of score and noise. For rules that draw, the sums themselves are given.
+            for the rule "typical", this is a log-softmax over all tokens that truncation keeps. For the rule "match",
+            it is a log-softmax over the best few sums of score and noise. For rules that draw, the sums themselves are
+            given.
         q: The drafter's distribution [V]. The candidates were drawn from it, in this order and without replacement.
             None if they were not drawn.
     """

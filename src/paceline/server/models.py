@@ -406,10 +406,10 @@ class Models:
 def run_in_thread(work: Callable[[], T]) -> Future[T]:
     """Run `work` in a new daemon thread.
 
-    A model must not be loaded in the main thread. A thread that computes with torch gets a pool of OpenMP threads,
-    which lives as long as the thread. Once all pools together have more threads than there are cores, OpenMP puts
-    threads to sleep at every barrier. So a pool of the main thread would cost the engine's thread nearly half of its
-    speed, if torch runs the layers.
+    Models are loaded in such a thread, not in the main thread. A thread that computes with torch gets a pool of OpenMP
+    threads, which lives as long as the thread. Once all pools together have more threads than there are cores, OpenMP
+    puts threads to sleep at every barrier. So a pool of the main thread would cost the engine's thread nearly half of
+    its speed, if torch runs the layers.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # so that it cannot be cancelled
