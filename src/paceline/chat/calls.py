@@ -44,7 +44,7 @@ class Call:
 
 
 Piece = Call | str
-"""A new call, or more text of the last call's arguments."""
+"""A new call, or more text of the arguments of the current call."""
 
 
 class ForcedCallParser:
@@ -70,7 +70,7 @@ class ForcedCallParser:
         head = self._held.lstrip()
         if self._name is None and self._held:
             fitting = [name for name, known in self._heads.items() if known.startswith(head) or head.startswith(known)]
-            if len(fitting) == 1:  # from the first character if there is only one function
+            if len(fitting) == 1:  # with a single function, this is true from the first character on
                 self._name = fitting[0]
                 pieces.append(Call(self._name, "", self._forms[self._name].new_id()))
         if self._name is not None and self._arguments is None and head.startswith(self._heads[self._name]):
@@ -244,7 +244,8 @@ class CallParser:
 class ReasonedCalls:
     """Finds calls in reasoning that never ends, because models sometimes forget to end it before a call.
 
-    After a call, the reasoning is held back. If it ends after all, the call was part of the reasoning.
+    Once there is a call, the rest of the reasoning is held back. If the reasoning ends after all, the call was only a
+    part of it, and is shown as reasoning.
     """
 
     def __init__(self, call_format: CallFormat, functions: Functions, single: bool = False) -> None:

@@ -50,7 +50,7 @@ class HarmonyParser:
         self._held = ""
         self._began = False
         self._tail: str | None = None
-        """Text to add after the current message. None in a header."""
+        """Text to add after the current message. None while a header is read."""
         self._opening, self._answered = "", False
 
     def push(self, text: str) -> tuple[str, str]:

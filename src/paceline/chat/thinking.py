@@ -78,7 +78,8 @@ class ThoughtFormat:
 
 
 class _Harmony(ThoughtFormat):
-    """The channels of gpt-oss. They are always split, because without their markers they look the same."""
+    """The channels of gpt-oss. Replies are always split, because without the markers, reasoning and answer look the
+    same."""
 
     markers = harmony.MARKERS
 
@@ -146,7 +147,7 @@ class ThoughtParser:
         """True if reasoning may still begin."""
         self._held = ""
         self._fresh = True
-        """True if white space is dropped until other text follows."""
+        """True while white space is dropped, until other text follows."""
 
     def push(self, text: str) -> tuple[str, str]:
         """Add text of the reply. Return the reasoning and the text of the answer that can be shown."""

@@ -30,7 +30,7 @@ class Adapter:
     """One LoRA adapter, or the sum of several adapters, that is loaded next to a model's weights under one name.
 
     Attributes:
-        path: A folder in PEFT's layout, or a hub id. For a list of several, the changes of all adapters are added up.
+        path: A folder in PEFT's layout, or a hub id. If it is a list, the changes of all adapters are added up.
         weights: The weight of each path in the sum. Empty if every weight is 1.
         drafter: Default drafter for requests that use the adapter (see `paceline.load`). None to use the model's
             default.

@@ -45,8 +45,8 @@ class ExpertTensors(LazyTensors):
       of their exponents (`_scales`);
     - [E, out] of biases (`_bias`).
 
-    Rows of gate and up alternate in their common stack. Sinks are renamed to `sinks.weight`, as in GGUF. The layout is
-    that in OpenAI's checkpoints and in transformers' `integrations/mxfp4.py`.
+    Rows of gate and up alternate in their common stack. Sinks are renamed to `sinks.weight`, as in GGUF. OpenAI's
+    checkpoints and transformers' `integrations/mxfp4.py` use this layout.
 
     Raises:
         CorruptModel: If a stack has another shape.

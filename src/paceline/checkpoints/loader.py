@@ -125,7 +125,7 @@ def load_model(
     where, parts, mirror = place.first, place.parts, place.mirror
     with place.in_turn():  # rank 0 downloads the model and compiles the kernels before the other ranks look for them
         with progress_bar("compiling the CPU kernels, once", progress):
-            pick_dtype(dtype, where)  # raise errors before anything is downloaded
+            pick_dtype(dtype, where)  # compile the kernels, and raise errors, before anything is downloaded
         checkpoint = open_model(reference, adapter, revision=revision, quiet=not progress, **fetch)
     config = native_config(checkpoint)
     check_divisible(str(reference), config, exact, mirror is not None, parts is not None)
@@ -161,7 +161,8 @@ class _LoadDevices:
 
     Attributes:
         first: The device of the first layer.
-        parts: Device -> number of layers. If it is empty, layers are placed by free memory. None uses a single device.
+        parts: Device -> number of layers. An empty dict places layers by free memory. None places all
+            layers on `first`.
         mirror: Repeats calls on all ranks. None for a single process.
     """
 
@@ -171,8 +172,8 @@ class _LoadDevices:
 
     @staticmethod
     def chosen(device: Device, device_map: DeviceMap | None, tensor_parallel: bool, drafts: bool) -> _LoadDevices:
-        """Return the devices and processes that the options ask for. `drafts`: True for a draft model, whose device the
-        map decides."""
+        """Return the devices and processes that the options ask for. `drafts`: True for a draft model, for
+        which a map overrides `device`."""
         mirror = Mirror(Ranks()) if tensor_parallel else None
         parts = _checked_map(device_map, "auto" if drafts else device)
         first = pick_device(next(iter(parts), "auto") if parts is not None else device)
@@ -261,6 +262,7 @@ def _placement(
     """Return the device of each layer. Without a map, the layers are placed by free memory."""
     if parts:
         return place(parts, config.layers)
+    # Bytes per weight: codes, and the scale and offset of each group of 32 weights.
     matrix = {"int8": 34 / 32, "int4": 20 / 32}[mode] if mode else dtype.itemsize
     return plan(*sizes(tensors, config.layers, matrix, dtype.itemsize), free_memory())
 

@@ -255,7 +255,8 @@ class MergedTensors(LazyTensors):
     """A base model's tensors. Each access merges the adapter into a tensor, in float32 or wider."""
 
     def __init__(self, base: Mapping[str, Tensor], adapter: LoraAdapter, *, untied: bool) -> None:
-        """`untied`: True if the output head becomes a separate tensor. It starts as a copy of the embedding."""
+        """`untied`: True if the output head becomes a separate tensor, which is a copy of the embedding before the
+        adapter is merged."""
         self._base, self._adapter, self._untied = base, adapter, untied
         biases = {module + ".bias" for module, parts in adapter.changes.items() if "bias" in parts}
         self._names = dict.fromkeys([*base, *([HEAD] if untied else []), *sorted(biases)])
@@ -294,12 +295,11 @@ class MergedTensors(LazyTensors):
         return shape_of(self._base, source)
 
     def _start(self, name: str) -> Tensor:
-        """Return a tensor before the products of its factors are added: the base model's tensor, or the tensor that
-        replaces it."""
+        """Return a tensor before s B A is added: the base model's tensor, or the tensor that replaces it."""
         source = EMBEDDING if name == HEAD and self._untied else name
         if name not in self._adapter.replacements:
-            # A replaced embedding does not affect a tied head. However, if the embedding also has products, it was
-            # replaced only to resize it, so it replaces the tied head too.
+            # A replaced embedding does not affect a tied head. However, if the embedding also has factors A and B,
+            # it was replaced only to resize it, so it replaces the tied head too.
             resized = source in self._adapter.replacements and self._adapter.changes.get(source.removesuffix(".weight"))
             return self._adapter.tensors[self._adapter.replacements[source]] if resized else self._base[source]
         tensor, held = self._adapter.tensors[self._adapter.replacements[name]], self._base[source]

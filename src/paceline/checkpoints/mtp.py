@@ -32,8 +32,8 @@ def has_mtp(tensors: Mapping[str, Tensor]) -> bool:
 def open_mtp(path: Path, *, allow_pickle: bool = False) -> HeadFile | None:
     """Open the MTP layer in a model's folder or GGUF file, without reading tensors. Return None if there is none.
 
-    If the model has several MTP layers, which share the projection before them, this is the first one. Raise the errors
-    of `open_checkpoint`.
+    If the model has several MTP layers, open the first one. All of them share the projection before them. Raise the
+    errors of `open_checkpoint`.
     """
     config, tensors = open_gguf(path)[:2] if path.is_file() else open_folder(path, allow_pickle=allow_pickle)
     if not has_mtp(tensors):

@@ -69,8 +69,8 @@ class AssistantNetwork:
 
         Args:
             tokens: Token ids [B, T].
-            hidden: For each token, the target's normed state before it, or the second result of the step for the token
-                before it, [B, T, target H].
+            hidden: For each token, the hidden state of the token before it, [B, T, target H]: the target's normed
+                state, or the second result of the step for that token.
             cache: The target's cache.
             slots: The slot of each row of the batch.
 

@@ -150,7 +150,8 @@ class BlockNetwork:
         positions = torch.tensor(first, device=device)[:, None] + torch.arange(count, device=device)
         chains = ((NONE, *range(count - 1)),) * len(slots)
         lengths = tuple(cache.lengths[slot] for slot in slots)
-        # The cache never looks at the tokens. Drafts need not be exact to the bit, so use the faster prefill kernel.
+        # The positions take the place of token ids, which the cache never reads. Drafts need not be exact to the bit,
+        # so use the faster prefill kernel.
         starts = (0,) * len(slots)
         rows = Rows(positions, positions, tuple(slots), lengths, chains, starts, prefill=True)
         ropes = self._stack.ropes(positions, max(first) + count, [cache.prompts[slot] for slot in slots])

@@ -115,9 +115,9 @@ class LayerConfig:
         recurrent: The layer's recurrent state. None if it has none.
         attends: True if the layer has attention, possibly in parallel with a state.
         feeds: True if the layer has a feed-forward block.
-        kv_heads: Number of key heads. 0 for the model's number.
-        head_dim: Number of elements of a head. 0 for the model's number.
-        ffn: Width of the feed-forward block. 0 for the model's width.
+        kv_heads: Number of key heads. 0 for the value in `ModelConfig`.
+        head_dim: Number of elements of a head. 0 for the value in `ModelConfig`.
+        ffn: Width of the feed-forward block. 0 for the value in `ModelConfig`.
         source: Index of the layer whose keys and values this layer reads, if it has none of its own.
         keys_as_values: True if the values are the keys before norm and rotation.
         chunked: True if windows start at multiples of their width, so that a row attends only to its own chunk of the
@@ -167,7 +167,7 @@ class MixtureConfig:
         shared: Width of the shared expert, which every row uses. 0 if there is none.
         shared_block: Name of the shared expert.
         sigmoid: True if the scores are the sigmoids of the router's logits. Otherwise, they are their softmax.
-        scale: Factor of the weights.
+        scale: Factor that multiplies the weights of a row's experts.
         with_dense: True if a dense network runs in parallel. Both branches then have their own norms (Gemma 4).
         groups: Limits the groups of experts among which a row may choose. None if there is no limit.
         weighs_inputs: True if the weight multiplies an expert's input instead of its output.

@@ -106,7 +106,7 @@ class NativeLayers:
         self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)}
         """Index of each recurrent layer -> its sizes."""
         self._offset = offset
-        # The structures of the layers point to these objects.
+        # Keep these objects alive, because the structures of the layers point to them.
         self._delta_nets = list[CDeltaNet]()
         self._tensors: list[Tensor] = []
         self._adapters: list[NativeAdapters] = []
@@ -431,7 +431,11 @@ class _KernelPass:
         )
 
     def add_states(self, states: KernelStates, skipped: int) -> None:
-        """Add the states of the recurrent layers. The first `skipped` recurrent layers do not run."""
+        """Add the states of the recurrent layers that run.
+
+        `skipped`: Number of recurrent layers before the first layer of the pass. They have no stretches in the table,
+        but the kernels count them when they index it. Therefore, the address of the table is moved back.
+        """
         self._kept_alive.append(states)
         size = skipped * states.count * ctypes.sizeof(CStretch)
         self.c.stretches, self.c.stretch_count = ctypes.addressof(states.table) - size, states.count

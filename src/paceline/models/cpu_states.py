@@ -101,8 +101,10 @@ class KernelStates:
             )
 
     def _updates(self, layer: int, c: MatrixConfig, stretch: Stretch) -> tuple[Tensors, Tensors]:
-        """Return memory for the updates of all rows since the last commit, which is kept, and the part of it for the
-        stretch's tree."""
+        """Return the updates that the pass keeps, and the memory for the updates of the stretch's tree.
+
+        The pass keeps the updates of all rows since the last commit. Their memory includes that of the tree.
+        """
         view, b = self._view, stretch.slot
         if view.rows.prefill:  # a prompt keeps no updates, so the layers can share memory
             if (c, b) not in self._prompts:

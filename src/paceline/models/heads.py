@@ -96,7 +96,8 @@ class MedusaConfig:
         layers: Number of residual SiLU blocks per head.
         shared: True if the heads use the target's output head.
         draft_vocab: Number of tokens that the heads can draft, which `token_map` lists. 0 for the whole vocabulary.
-        paths: The static tree. The ranks on its path identify a node. Empty for the drafter's default tree.
+        paths: The static tree, as a path for each node: the rank of the candidate at each level. Empty for the
+            drafter's default tree.
     """
 
     hidden: int

@@ -282,8 +282,8 @@ class TokenInput:
 
 
 class Layer:
-    """A pre-norm decoder layer. First the mixer (attention or a recurrence) followed by `out`, and then `mlp`, add
-    their results to the stream.
+    """A pre-norm decoder layer. The mixer (attention or a recurrence), followed by `out`, adds its result to the
+    stream. Then `mlp` adds its result.
 
     With `post_norms`, both results are normed before they are added (Gemma 2 and 3). Either half may be missing
     (Mamba-2, Nemotron-H). Without `mixer_norm`, the input of the mixer is the stream itself, unless `mixer_input` is

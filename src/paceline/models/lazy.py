@@ -187,9 +187,9 @@ class Outlines(Renamed):
 class Quantised(Renamed):
     """Tensors whose matrices are quantised to `bits` bits on loading, unless the file already stores codes.
 
-    With `requantise`, codes that have more than `bits` bits and the output head are quantised to `bits` bits too. Draft
-    models use this, because no text depends on their precision. The settings belong to the tensors, so all modules that
-    are built from them (`models.weights.Weights`) apply the settings.
+    With `requantise`, the output head is quantised to `bits` bits too, and so are codes in the file that have more than
+    `bits` bits. Draft models use this, because the text does not depend on their precision. The settings belong to the
+    tensors, so all modules that are built from them (`models.weights.Weights`) apply the settings.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], mode: Mode, requantise: bool = False) -> None:

@@ -351,7 +351,8 @@ class DeltaNet(RecurrentMixer):
 def make_recurrent(
     c: ModelConfig, kind: DeltaNetConfig | ShortConvConfig, weights: Weights, prefix: str
 ) -> tuple[RecurrentMixer, str, int]:
-    """Build the mixer of a recurrent layer. Returns it, with the name and the input width of its output projection."""
+    """Build the mixer of a recurrent layer. Return the mixer, and the name and the input width of its output
+    projection."""
     if isinstance(kind, ShortConvConfig):
         in_projection = weights.linear({prefix + "conv.in_proj": 3 * kind.channels}, c.hidden)
         convolution = make_convolution(kind, weights, prefix + "conv.conv")
@@ -391,7 +392,7 @@ def _projections(
 
 
 def _grouped(groups: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the row numbers of each part of a matrix that consists of `groups` groups, each with all parts in
+    """Return the row indices of each part of a matrix that consists of `groups` groups, each with all parts in
     order."""
     rows = torch.arange(groups * sum(sizes)).view(groups, -1).split(list(sizes), 1)
     return [part.flatten() for part in rows]

@@ -42,7 +42,7 @@ if its first layers can run as a separate model."""
 
 
 class CausalLM:
-    """A `PreTrainedModel` with a causal head as a `Target`. It keeps its dtype and its devices.
+    """A `PreTrainedModel` with a causal head as a `Target`. The model keeps its dtype and its devices.
 
     `trees` is True if the model's attention accepts the mask of a tree. Models that do not accept such a mask (ALiBi in
     Bloom and MPT) run one slot at a time, and verify only chains. Both ways are checked against the model's plain
@@ -57,8 +57,8 @@ class CausalLM:
 
         Args:
             model: The model.
-            wrapper: The `PeftModel` around it, if there is one. Each slot may then use one of its LoRA adapters. Number
-                0 stands for the model as given, with its active adapter.
+            wrapper: The `PeftModel` around it, if there is one. Each slot may then use one of its LoRA adapters.
+                Adapter number 0 stands for the model as given, with its active adapter.
 
         Raises:
             UnsupportedModel: If the model's cache cannot drop rejected tokens, or its results differ from its plain
@@ -85,7 +85,7 @@ class CausalLM:
         if key not in known:
             known[key] = self._check()
         self.trees, self._divisible = known[key]
-        # If only chains can be verified, the padding rows of a pass take positions after the chain.
+        # If only chains can be verified, leave room for padding rows, which take positions after the chain.
         self.context_length = _context_length(self._config) - (0 if self.trees else MIN_ROWS)
 
     def _check(self) -> tuple[bool, bool]:

@@ -28,10 +28,10 @@ def verification_error(target: TargetWithHead, trees: bool, plain: Plain) -> str
     """Return the reason why the target's passes differ from the model's plain forward pass, or None if they do not
     differ.
 
-    Two slots of unequal length run in three passes: both texts are fed, a draft is verified and committed, and one
-    further token is fed. With `trees`, the draft is a tree whose accepted path has a wrong sibling at every level.
-    Otherwise, it is a chain. The logits of every row must equal the plain logits of its path. The error must be much
-    smaller than the error of a model that ignores the mask.
+    Two slots of unequal length run in three passes. The first pass reads both texts, the second verifies a draft, which
+    is then committed, and the third reads one more token. With `trees`, the draft is a tree whose accepted path has a
+    wrong sibling at every level. Otherwise, it is a chain. The logits of every row must equal the plain logits of its
+    path. The error must be much smaller than the error of a model that ignores the mask.
 
     Args:
         target: The model as a target.

@@ -146,7 +146,8 @@ class Weights:
     def borrowed(self, rows: Tensor, cut: bool = False) -> Tensor | Codes:
         """Return an output head that consists of another model's rows. It is quantised if these weights are quantised.
 
-        `cut` means that the head was reduced for speed. It then has 4 bits, if kernels for 4 bits exist.
+        `cut`: True if the head was reduced to some tokens for speed. It is then quantised to 4 bits, if the CPU kernels
+        can run it.
         """
         fast = cut and rows.dtype != torch.float64 and takes_stored(rows.dtype, True, self.device)
         bits = 4 if fast else self._head_bits

@@ -28,7 +28,7 @@ Counts = npt.NDArray[np.int32]
 Tails = Sequence[tuple[int, ...]]
 
 _MAX_TAIL = 20
-"""Maximum number of tokens of a breaker after its first token, as in llama.cpp."""
+"""Maximum number of tokens in a breaker after the first one, as in llama.cpp."""
 _FLOAT32_LOG = 88.7228391
 """Logarithm of the largest float32."""
 _MAX_PENALTY = 1e30
@@ -37,7 +37,7 @@ temperature."""
 
 
 class Breakers:
-    """The sequence breakers, as tokens."""
+    """The sequence breakers of DRY, as token sequences."""
 
     def __init__(self, tails: Callable[[int], Tails] = lambda token: ()) -> None:
         """Set the breakers.
@@ -56,7 +56,7 @@ class Breakers:
         """Find the last breaker.
 
         Returns:
-            The place of its first token, and the place after its last token. None if there is no breaker.
+            The index of its first token, and the index after its last token. None if there is no breaker.
         """
         for at in reversed(range(len(tokens))):
             if tails := self._tails(tokens[at]):
@@ -67,13 +67,13 @@ class Breakers:
 
     @staticmethod
     def of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
-        """Convert texts to tokens, including all ways to write them."""
+        """Convert texts to token sequences. This includes tokens that begin before a text or extend beyond it."""
         return Breakers(_BreakerTokens(texts, tokenizer).tails)
 
 
 class _BreakerTokens:
-    """The tokens that the texts may begin with. Each token is examined only when it is needed, because vocabularies are
-    large."""
+    """Finds, for each token, the texts that may begin in it. A token is examined only when it is needed, because
+    vocabularies are large."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._bytes, self._spell = tokenizer.token_bytes, tokenizer.spell
@@ -142,10 +142,10 @@ class _Repetitions:
     Attributes:
         size: Number of tokens of the text.
         path: Drafted tokens at the end of the text.
-        places: Earlier places of the last token, in ascending order, [n].
-        common: For each of these places, the number of tokens that end there and equal the last tokens of the text,
-            [n].
-        breaker: The place of the last breaker's first token, and the place after the breaker.
+        places: Indices of earlier occurrences of the last token, in ascending order, [n].
+        common: For each of these occurrences, the length of the longest sequence that ends there and also ends the
+            text, [n].
+        breaker: The index of the last breaker's first token, and the index after the breaker. None if there is none.
     """
 
     size: int
@@ -176,7 +176,8 @@ class _Repetitions:
         tokens = text.with_path(size, path)
         at = np.flatnonzero(tokens[:-1] == token).astype(np.int32)
         common = np.ones(len(at), np.int32)
-        # The repetitions that continue, selected on the left by their new places, and on the right by their old places.
+        # Add the lengths of the repetitions that the token extends. The left side selects them by their new indices,
+        # the right side by their old indices.
         longer = (at > 0) & (tokens[at - 1] == tokens[size - 2])
         common[longer] += self.common[tokens[self.places + 1] == token]
         # If a breaker begins earlier than this, it was completed by an earlier token, if at all.
@@ -206,7 +207,7 @@ class Dry:
             multiplier: See the module's docstring.
             base: See the module's docstring.
             allowed_length: See the module's docstring.
-            last_n: Number of last tokens of the text to look at. -1 means all tokens.
+            last_n: Number of tokens, at the end of the text, in which to look for repetitions. -1 means all tokens.
             breakers: Sequence breakers.
         """
         self._multiplier, self._base, self._allowed, self._last = multiplier, base, allowed_length, last_n
@@ -259,8 +260,8 @@ class Dry:
         return dict(zip(tokens.tolist(), sizes.tolist(), strict=True))
 
     def _places(self, state: _Repetitions) -> tuple[Counts, Counts]:
-        """Return the places of repetitions, and their lengths. If repetitions of length 0 are penalised, every place is
-        one."""
+        """Return the indices at which repetitions end, and the lengths of the repetitions. If repetitions of length 0
+        are penalised, every index is included."""
         if self._allowed:
             return state.places, state.common
         common = np.zeros(max(0, state.size - 1), np.int32)

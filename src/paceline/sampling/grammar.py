@@ -1,8 +1,8 @@
 """Structured output: any JSON object, a JSON schema, a regular expression, a Lark grammar.
 
-A grammar is a logits processor. At each row, drafted or not, it bans the tokens that are not allowed there. So it works
-with any drafter and any acceptance rule, and the text equals plain decoding. If only one continuation is possible,
-`Matcher.forced` finds it without a model, and the engine uses it as a draft.
+A grammar is a logits processor. In each row, drafted or not, it bans the tokens that the grammar does not allow there.
+So it works with any drafter and any acceptance rule, and the text equals plain decoding. If only one continuation is
+possible, `Matcher.forced` finds it without a model, and the engine uses it as a draft.
 
 llguidance (the extra "grammar") computes the masks. It is imported when a grammar is created.
 """
@@ -177,10 +177,10 @@ class Grammar:
 
 
 class Compiled:
-    """A compiled grammar at the start of a text. Copies of it cost nothing, and share its lexer states."""
+    """A compiled grammar at the start of a text. Copies of its matcher take no time, and share its lexer states."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
-        """Hold a compiled grammar. `size`: Its size in bytes, including its possible growth."""
+        """Hold a compiled grammar. `size`: Size in bytes, including the growth while the grammar is used."""
         self.matcher, self.size = matcher, size
 
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _ANY_SPACE: JsonCompileOptions = {}
 ONE_LINE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line. A small model that may write white space sometimes writes nothing else."""
+"""JSON on one line. If a grammar allows any white space, small models sometimes write white space without end."""
 _MAX_LEXER_STATES = 100_000
 """Maximum number of lexer states of a grammar. They take about 10 MB."""
 _MAX_PARSER_ITEMS = 5000
-"""Maximum number of parser items per mask. They take about 5 ms. Without a limit, ambiguous grammars would take longer
-and longer."""
+"""Maximum number of parser items per mask. They take about 5 ms. Without a limit, each mask of an ambiguous grammar
+would take longer than the mask before it."""
 
 
 def llguidance_source(kind: str, text: str, whitespace: bool) -> str:
@@ -112,7 +112,8 @@ def prepare(argument: tuple[str, Sequence[bytes], Sequence[int], Sequence[int]])
 
 
 def measure(argument: tuple[str, str, str, bool]) -> int:
-    """Compile the grammar (key of a tokenizer, kind, text, whitespace). Return the memory that this took, in bytes."""
+    """Compile a grammar, and return the memory that this took, in bytes. `argument`: (key of the tokenizer, kind, text,
+    whitespace)."""
     key, kind, text, whitespace = argument
     os.nice(10)
     before = _resident()

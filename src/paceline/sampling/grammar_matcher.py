@@ -33,9 +33,9 @@ _Allowed = int | bytes | None
 class Matcher(ForcingProcessor):
     """The state of one reply in its grammar.
 
-    The committed text is read once. A drafted path is read after it, and is rolled back for the next row. The mask of a
-    row depends only on its prefix, not on the order of the rows. Verification reuses the masks that were computed for a
-    draft.
+    The matcher consumes the committed text once. It then consumes the drafted path of a row, and rolls back for the
+    next row. The mask of a row depends only on its prefix, not on the order of the rows. Verification reuses the masks
+    that were computed while drafting.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Rewrites clients' JSON schemas such that llguidance can enforce them.
 
-The rewritten schema never allows more than the original schema. It allows less only for objects with `properties`. They
-get no other keys, because a model that may add keys adds them without end. A keyword that cannot be enforced is an
-error. With "lenient" in "x-guidance", such keywords are ignored and logged.
+The rewritten schema never allows more than the original schema. It allows less only for objects with `properties`:
+they get no other keys, because a model that may add keys sometimes adds keys without end. A keyword that cannot be
+enforced is an error. With "lenient" in "x-guidance", such keywords are ignored and logged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNENFORCED = (
 _NOT_ABOUT_NAMES = {"type", "title", "description", "format", "default", "examples", "$comment", "deprecated"}
 """Keywords that do not restrict the name of a property."""
 _MAX_NUMBER, _MIN_NUMBER = 2**63 - 1024, 1024 - 2**63
-"""Bounds of numbers that llguidance supports."""
+"""Highest and lowest bounds of numbers that llguidance supports."""
 _MAX_ARRAYS = 400
 """Maximum number of arrays to enumerate for arrays without repeated items. With 5 values, there are 326 arrays."""
 _MAX_ITEMS = 100
@@ -75,11 +75,11 @@ class _Rewriter:
     def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
         self._document, self._lenient = SchemaDocument(root), lenient
         self._open: dict[tuple[str, int], str] = {}
-        """(Reference, number of an object) -> name of the copy of the reference's target in the description of this
+        """(Reference, `_group` of an object) -> name of the copy of the reference's target that describes this
         object."""
         self._group = 0
         self._forbidden: dict[int, list[Schema]] = {}
-        """`id` of a choice -> for each of its branches, the keys that it must not have."""
+        """`id` of a choice -> for each of its branches, the keys that the branch must not have."""
         self._copies: Schema = {}
 
     def root(self) -> Schema:
@@ -96,8 +96,8 @@ class _Rewriter:
 
         Args:
             schema: A schema.
-            part: True if the schema is one of several that describe the same object. The object is then closed as a
-                whole.
+            part: True if the schema is one of several that describe the same object. Then only the outermost of
+                these schemas forbids other keys.
         """
         if not isinstance(schema, Mapping):
             return schema
@@ -292,11 +292,11 @@ class _Rewriter:
         made["additionalProperties"] = False
 
     def _objects(self, made: Schema, part: bool) -> bool:
-        """Close an object. Return True if several schemas within `made` describe it together.
+        """Forbid other keys in an object. Return True if several schemas within `made` describe the object together.
 
         Args:
             made: The schema to change.
-            part: True if the schema is only a part of an object's description. The object is then closed as a whole.
+            part: See `_schema`.
         """
         if part:
             return True
@@ -350,7 +350,7 @@ class _Rewriter:
         return made
 
     def _open_copy(self, reference: Any) -> Any:
-        """Copy the target of a reference without closing it. Return a reference to the copy."""
+        """Copy the target of a reference, but do not forbid other keys in the copy. Return a reference to the copy."""
         target = self._document.target(reference)
         if not self._document.describes(target):
             return reference

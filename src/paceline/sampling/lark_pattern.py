@@ -73,7 +73,7 @@ class _Pattern:
 
         Args:
             name: The rule.
-            above: The rules that contain it, outermost first.
+            above: The rules that are being converted and that led to this rule, outermost first.
         """
         if name not in self._rules or name in above:
             raise _NotRegular

@@ -1,8 +1,8 @@
 """Rewrites a pattern with look-ahead as several patterns without it, because llguidance does not support look-ahead.
 
 A text that matches `^(?=A)B` matches both `^A` and `^B`. For `^(?!A)B`, the complement of `^A` is needed. This module
-has it for the forms that validators use: a character class up to the end, a forbidden beginning, and a forbidden
-substring.
+knows the complement only for the forms of A that validators use: a character class up to the end, a forbidden
+beginning, and a forbidden substring.
 """
 
 from __future__ import annotations

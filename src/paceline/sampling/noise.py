@@ -1,11 +1,11 @@
 """Gumbel noise from a counter-based hash: (seed, sample, position, token) always gives the same number.
 
 A token is sampled as `argmax(logits / T + gumbel)`. The noise depends on the *place in the text*, not on when it is
-drawn. So seed, prompt and sampling parameters decide the text. A drafter that ranks its candidates with the same noise
-proposes tokens that the target is likely to draw. Source of the coupling: Daliri, Musco, Suresh, "Coupling without
-communication and drafter-invariant speculative decoding", arXiv 2408.07978.
+drawn. So the text depends only on the seed, the prompt and the sampling parameters. A drafter that ranks its candidates
+with the same noise proposes tokens that the target is likely to draw. Source of the coupling: Daliri, Musco, Suresh,
+"Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 
-Acceptance rules that keep only the distribution need independent draws instead. They use streams.
+Acceptance rules that keep only the distribution need independent draws instead. They use `Noise.stream`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_NOISE = float(np.float32(-math.log(-math.log1p(-(2.0**-33)))))
 """The highest possible noise (22.87). There is a maximum because the hash has 32 bits."""
 
 _MAX_DENSE = 512
-"""Up to this number of columns, the noise of all columns is computed. If there are more, this many columns are sampled
-to find a bound for the others."""
+"""Up to this number of columns, the noise of all columns is computed. If there are more, the noise of this many high
+columns gives a bound for the others."""
 
 
 DRAFT_STREAM, ACCEPT_STREAM, XTC_STREAM = 0, 1, 2

@@ -98,7 +98,7 @@ class Sampling:
             `dry_allowed_length` tokens loses multiplier * `dry_base` ** (n - `dry_allowed_length`). 0 turns it off.
         dry_base: See `dry_multiplier`.
         dry_allowed_length: See `dry_multiplier`.
-        dry_penalty_last_n: Number of last tokens of prompt and reply where DRY looks for repetitions. -1 means all.
+        dry_penalty_last_n: DRY looks for repetitions in this many tokens at the end of prompt and reply. -1 means all.
         dry_sequence_breakers: Strings that end a repetition for DRY.
         no_repeat_ngram_size: No n-gram of this size may occur twice in prompt and reply. 0 turns it off.
         min_new_tokens: EOS and `stop_token_ids` are banned until the reply has this many tokens. `stop` and `stop_when`
@@ -106,7 +106,7 @@ class Sampling:
         thinking_budget: Maximum number of tokens of reasoning (see `reasoning`). After this number, the end of the
             reasoning is forced. None means no limit.
         processors: Your own functions of (prefix, logits [V]) that return the logits to use. `prefix` is a
-            `sampler.Prefix`. They are also called for drafted tokens. If they raise an error there, it ends the reply
+            `sampler.Prefix`. They are also called for drafted tokens. An error at a drafted token ends the reply
             only if the reply reaches that token.
         grammar: Grammar of the reply. If it allows only EOS, the reply ends even before `min_new_tokens`.
         top_n_sigma: Keep tokens with a logit within this many standard deviations of the highest logit. 0 keeps all.
@@ -287,7 +287,7 @@ class Sampling:
     def _matcher(self, grammar: Grammar, vocabulary: Vocabulary | None, ends: set[int]) -> LogitsProcessor:
         tokenizer = _tokenizer(vocabulary, "a grammar")
         assert vocabulary is not None
-        # A stop token that stands for ordinary text may also occur inside a text of the grammar.
+        # Leave out stop tokens that are ordinary text, because the grammar may need them inside its texts.
         over = {token for token in self.stop_token_ids if token not in tokenizer.token_bytes}
         return grammar.matcher(tokenizer, vocabulary.size, vocabulary.eos, self.min_new_tokens, ends, over)
 

@@ -1,4 +1,4 @@
-"""The states of a processor after prefixes. The committed text is read once, and drafted paths are read after it."""
+"""The state of a logits processor after a prefix. The committed tokens are read once, and drafted paths after them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class PrefixStates(Generic[State]):
         self._read = -1
 
     def at(self, prefix: Prefix) -> State:
-        """Return the state after a prefix. If the text is shorter than before, it is read from the beginning."""
+        """Return the state after a prefix. If the committed text has become shorter, it is read again from the
+        start."""
         if self._read != len(prefix.token_ids):
             state, read = self._known.get(()), self._read
             if state is None or read > len(prefix.token_ids):

@@ -2,8 +2,7 @@
 
 Each processor belongs to one reply. It counts the tokens of the committed text, which only grows, and adds the drafted
 path of each row to these counts. So the cost of a row does not depend on the length of the text. The target and the
-draft model share the processors, so rows may be on two devices and in two dtypes, and the rows of a draft model may be
-narrower.
+draft model share the processors, so rows may differ in device and dtype, and the rows of a draft model may be narrower.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ class _SeenTokens:
         self._known: dict[torch.device, Tensor] = {}
 
     def at(self, prefix: Prefix, row: Tensor) -> Tensor:
-        """Return the distinct ids of the prefix below V. Ids of the drafted path may appear twice."""
+        """Return the distinct token ids of the prefix that are below V, the length of the row. Ids of the drafted path
+        may appear twice."""
         for token in prefix.token_ids[self._read :]:
             self._order[token] = None
             self._highest = max(self._highest, token)

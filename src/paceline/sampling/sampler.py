@@ -78,10 +78,10 @@ class ForcingProcessor(ABC):
 
 
 _SPARSE_FACTOR = 8
-"""If processors leave less than one token in this many, the other tokens are dropped before any further computation."""
+"""If processors leave fewer than one in this many tokens, only these tokens take part in further computation."""
 
 _NORMALISED_CANDIDATES = 16
-"""Number of best candidates among which probabilities are normalised if the text is sampled."""
+"""If the text is sampled, the scores of candidates are normalised among at least this many best candidates."""
 
 
 @dataclass(slots=True)
@@ -90,9 +90,10 @@ class Ranked:
 
     Attributes:
         tokens: Token ids.
-        scores: For each candidate, the log-probability that the target chooses it. If the text is greedy, this is the
-            log-probability among all tokens. If it is sampled, the noise is taken into account, and the log-probability
-            is among the best few.
+        scores: For each candidate, an estimate of the log-probability that the target chooses it. For greedy text and
+            for the rule "typical", this is a log-softmax over all tokens that truncation keeps. For the rule "match",
+            it is a log-softmax over the best few sums of score and noise. For rules that draw, the sums themselves are
+            given.
         q: The drafter's distribution [V]. The candidates were drawn from it, in this order and without replacement.
             None if they were not drawn.
     """
@@ -125,8 +126,8 @@ class Sampler:
 
     The target chooses tokens with it, and drafters rank candidates with it, so both use the same noise.
 
-    Rows are always processed and truncated on the host, whichever device they come from. So a visited row costs one
-    transfer, and the same computation gives the same token for every device.
+    Rows are always processed and truncated on the host, whichever device they come from. So each row costs one
+    transfer, and the same computation chooses the token for every device.
     """
 
     temperature: float = 0.0
@@ -141,7 +142,7 @@ class Sampler:
     processors: tuple[LogitsProcessor, ...] = ()
     rule: RuleName = "match"
     draft_failures: int = field(default=0, repr=False, compare=False)
-    """Number of a drafter's rows that got no candidates because of an error."""
+    """Number of rows of drafters that got no candidates because of an error."""
 
     def __post_init__(self) -> None:
         if self.greedy:

@@ -1,4 +1,4 @@
-"""Checks if a value may match two branches of a choice in a JSON schema."""
+"""Checks whether a value may match two branches of a choice (`oneOf` or `anyOf`) in a JSON schema."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class _ReasoningState:
 
 
 class ThinkingLimit(ForcingProcessor):
-    """A processor that allows only the end of the reasoning when the budget is spent. It depends only on the tokens of
-    a prefix.
+    """A processor that allows only the end of the reasoning when the budget is spent. Its result depends only on the
+    prefix.
 
     The committed text is read once, and drafted paths are read after it.
     """
@@ -92,7 +92,7 @@ class ThinkingLimit(ForcingProcessor):
         return logits
 
     def forced(self, prefix: Prefix, limit: int) -> list[int]:
-        """Return up to `limit` tokens of the end that must follow. The list is empty while the budget is not spent."""
+        """Return up to `limit` of the forced tokens that remain. The list is empty until the budget is spent."""
         progress = self._states.at(prefix)
         return [*self._forced[progress.forced :][:limit]] if self._must_end(progress) else []
 

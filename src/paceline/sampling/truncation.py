@@ -65,8 +65,8 @@ def truncate(
 def exclude_top_choices(scores: Floats, threshold: float) -> Ids | None:
     """Apply XTC ("exclude top choices"): drop all tokens with a probability >= `threshold` except the least likely one.
 
-    A threshold above 0.5 drops no tokens, because two tokens cannot both reach it. Source: text-generation-webui, pull
-    request 6335.
+    A threshold above 0.5 drops no tokens, because at most one token can reach such a probability. Source:
+    text-generation-webui, pull request 6335.
 
     Returns:
         The remaining columns, in ascending order, or None if all columns remain.
@@ -114,7 +114,8 @@ def _unnormalised_probs(scores: Floats) -> npt.NDArray[np.float64]:
 
 
 def _mass_threshold(keys: Floats, weights: npt.NDArray[np.float64], p: float) -> float:
-    """Return the key at which the tokens reach the share `p` of the total weight, beginning with the highest key."""
+    """Return the key at which the tokens, taken from the highest key down, reach the fraction `p` of the total
+    weight."""
     wanted, before = p * weights.sum(), 0.0
     for near in columns_by_margin(keys):
         if weights[near].sum() >= wanted:

@@ -1,4 +1,4 @@
-"""Running requests for generated text: their replies, and the answer as one JSON document or as a stream."""
+"""Requests in progress, and their answers: one JSON document, or a stream of events."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from paceline.server.tracing import Tracer
 from paceline.server.worker import ReplyHandle, ReplyJob, ReplyRound, ServerStopping
 
 _MAX_LOGGED_CHARACTERS = 40
-"""Characters of a text in the log."""
+"""Maximum characters of a text that the log quotes."""
 _PROGRESS_SECONDS = 0.5
-"""Minimum seconds between two events that report how much of a prompt has been read."""
+"""Minimum seconds between two events that report the progress of a prompt."""
 
 
 @dataclass(slots=True)
@@ -35,12 +35,12 @@ class RunningRequest:
 
     Attributes:
         id: The id of the answer.
-        model: The model.
-        limit: The limit on concurrent requests.
+        model: The model. `close` releases it.
+        limit: The limit on concurrent requests. `close` releases its place.
         tracer: Records the replies.
         handles: The handles of the replies, one for each job.
-        outputs: Rounds that have not been read.
-        error: The error that ended the replies.
+        outputs: Rounds that the worker has delivered, and that `rounds` has not taken yet.
+        error: The error that ended the replies. None if there was none.
         open: False after `close`.
         logs_texts: True if the log may contain texts.
     """
@@ -56,12 +56,18 @@ class RunningRequest:
     logs_texts: bool = False
 
     def start(self, jobs: Sequence[ReplyJob]) -> None:
-        """Submit the jobs. If one is refused, `close` cancels the others. Raises `Busy`, `ServerStopping`."""
+        """Submit the jobs. If a job is refused, call `close`, which cancels the jobs submitted before it.
+
+        Raises `Busy` and `ServerStopping`.
+        """
         for index, job in enumerate(jobs):
             self.handles.append(self.model.worker.submit(job, self.outputs, index))
 
     def close(self) -> None:
-        """Cancel replies that still run, and log the usage. Closing twice does nothing."""
+        """Cancel unfinished replies, release the model and the place in the limit, and log the usage.
+
+        A second call does nothing.
+        """
         if not self.open:
             return
         self.open = False
@@ -86,7 +92,7 @@ class RunningRequest:
             )
 
     async def rounds(self, pause: float = math.inf) -> AsyncGenerator[ReplyRound | None, None]:
-        """Yield the rounds of all replies as they come, and None after every `pause` seconds without a round.
+        """Yield the rounds of all replies as they arrive, and None after every `pause` seconds without a round.
 
         If a reply fails, all replies end and its error is raised.
         """
@@ -106,7 +112,7 @@ class RunningRequest:
                 if round_.is_last:
                     running -= 1
                     if not handle.job.sampling.max_new_tokens and not handle.error:
-                        handle.engine_reason = "length"  # without a token, no round reported the reason
+                        handle.engine_reason = "length"  # a reply of 0 tokens has no chunk to report its finish reason
                         self._count_first(handle)
                     if handle.error or handle.engine_reason is None:
                         raise handle.error or ServerStopping()
@@ -115,13 +121,13 @@ class RunningRequest:
             raise
 
     def stop(self) -> None:
-        """End all replies as a stop string does."""
+        """Cancel all replies. The finish reason of those that have none becomes "stop", as after a stop string."""
         for handle in self.handles:
             handle.engine_reason = handle.engine_reason or "stop"
             handle.cancel()
 
     async def finish(self) -> None:
-        """Wait until all replies are over. Raises the first error of one."""
+        """Wait until all replies have ended. Raises the error of the first reply that fails."""
         async for _ in self.rounds():
             pass
 
@@ -136,8 +142,8 @@ class RunningRequest:
         """Yield the answer as it grows. Errors are events, because the status of the response has already been sent.
 
         After `heartbeat` to twice `heartbeat` seconds of silence, an event without content is sent, because clients and
-        proxies give up on a silent stream. A comment is not enough, because some clients ignore comments. Clients that
-        ask for the progress of a prompt get it more often.
+        proxies give up on a silent stream. A comment is not enough, because some clients ignore comments. A client that
+        asked for the progress of its prompt gets an event every `_PROGRESS_SECONDS` until the first token.
         """
         encode = encoder.encode
         pause = min(heartbeat, _PROGRESS_SECONDS) if encoder.shows_progress else heartbeat
@@ -163,8 +169,8 @@ class RunningRequest:
             self.close()
 
     async def _events_of_rounds(self, encoder: Encoder, pause: float = math.inf) -> AsyncIterator[Sequence[Event]]:
-        """Add the rounds as they come, and yield the events of each round. After `pause` seconds without a round, yield
-        no events."""
+        """Add each round to the answer, and yield its events. After `pause` seconds without a round, yield an empty
+        sequence."""
         async with aclosing(self.rounds(pause)) as rounds:
             async for round_ in rounds:
                 yield encoder.add(round_) if round_ else ()
@@ -187,7 +193,7 @@ class RunningRequest:
                 LOG.info("%s %s", REQUEST_ID.get(), self._reason(stats.diverged, stats.cached))
 
     def _reason(self, diverged: Divergence, cached: int) -> str:
-        """Explain why no more of a prompt was found in the prefix cache."""
+        """Return a line for the log that explains why the prefix hit ends where it does."""
         line = f"prompt diverged at token {diverged.at:,} of {diverged.length:,} of an earlier text, {cached:,} reused"
         if not self.logs_texts:
             return line
@@ -197,7 +203,7 @@ class RunningRequest:
         return f"{line}: {ours!r} instead of {theirs!r}"
 
     def usage(self) -> Usage:
-        """Counts so far."""
+        """Return the counts so far."""
         first_samples = [handle for handle in self.handles if handle.job.sample == 0]  # samples share their prompt
         return Usage(
             prompt=sum(handle.job.prompt_tokens for handle in first_samples),
@@ -215,8 +221,8 @@ class RunningRequest:
 class EventStream(StreamingResponse):
     """Response that streams events.
 
-    The answer is always closed: after the end of the stream, when the client disconnects, or when it has read nothing
-    for `stall` seconds. At that time, at most the socket's buffer is unread.
+    `RunningRequest.close` is always called: at the end of the stream, when the client disconnects, or when the client
+    has read nothing for `stall` seconds. By then, the client has received everything except what the socket buffers.
     """
 
     def __init__(self, running: RunningRequest, encoder: Encoder, settings: Settings) -> None:

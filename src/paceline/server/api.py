@@ -1,4 +1,4 @@
-"""An API for generated text: its bodies become requests, and replies become its answers.
+"""Base classes of an API for generated text: `Api` decodes request bodies, and `Encoder` encodes the replies.
 
 docs/how-to/own-api.md shows how to add one.
 """
@@ -25,12 +25,12 @@ Event = dict[str, Any]
 Body = TypeVar("Body", bound=Generating)
 
 _SLICE = 1000
-"""Number of items of a long list that are encoded at once. This takes at most a millisecond, during which no other
-thread runs."""
+"""Number of items that one call of `json.dumps` encodes. The call takes at most a millisecond, during which it holds
+the GIL, so no other thread runs."""
 
 
 class Encoder(ABC):
-    """Writes the replies to one request as an answer of one API, whole or as a stream of events.
+    """Encodes the replies to one request in the format of one API, as a document or as a stream of events.
 
     Attributes:
         media_type: The media type of streams.
@@ -101,7 +101,7 @@ class Api(ABC, Generic[Body]):
     media_type: ClassVar[str] = "text/event-stream"
 
     def of_path(self, values: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return parameters of the body that are part of the path. `values`: the text for each name in braces."""
+        """Return the parameters of the body that the path contains. `values`: name in braces -> text in the path."""
         return {}
 
     @abstractmethod
@@ -127,7 +127,8 @@ class Api(ABC, Generic[Body]):
         return None
 
     def overflown(self, body: Body, prepared: PreparedRequest, error: ContextExceeded) -> Encoder:
-        """Return the encoder of the answer to a prompt that is too long. By default the error is the answer."""
+        """Return the encoder of the answer to a prompt that is too long. By default, `error` is raised, and
+        becomes the answer."""
         raise error
 
     def prepare(
@@ -139,7 +140,7 @@ class Api(ABC, Generic[Body]):
             prepared = prepare(model, settings, request, answer_id)
         except ContextExceeded as error:
             return [], self.overflown(body, PreparedRequest(answer_id, model, [], [ChatReply()]), error)
-        encoder = self.encoder(body, prepared)  # it may replace jobs
+        encoder = self.encoder(body, prepared)  # must come before `prepared.jobs`, because the encoder may replace jobs
         return prepared.jobs, encoder
 
 

@@ -71,7 +71,7 @@ _PAGE_TYPES = {
 
 
 def create_app(models: Models, settings: Settings, apis: Sequence[Api[Any]] = ()) -> FastAPI:
-    """Return the application, for any ASGI server. It starts and stops the models' workers itself.
+    """Return the application, for any ASGI server. Its lifespan starts and stops the models' workers.
 
     Args:
         models: The models.
@@ -120,7 +120,7 @@ def _api(service: Service, app: FastAPI) -> Routes:
     """The routes that require authentication."""
     bearer = Depends(HTTPBearer(auto_error=False))  # only for the OpenAPI document
 
-    async def authorise(request: Request) -> None:  # if it were not async, each request would need a thread
+    async def authorise(request: Request) -> None:  # async, because FastAPI runs other dependencies in a thread
         check_host(service.settings.hosts, request.headers.get("host", ""))
         check_key(service.settings.api_keys, authorization(request.headers))
 
@@ -197,7 +197,7 @@ def _add_responses(routes: Routes, responses: ResponseRoutes) -> None:
 
 
 def _add_tokens(routes: Routes, service: Service) -> None:
-    """Add routes for requests that generate nothing."""
+    """Add routes that answer without running the language model."""
     add = partial(routes.add_work, service.compute_from)
     add("/tokenize", tokens.TokenizeRequest, tokens.tokenize, Tokens)
     add("/apply-template", tokens.ApplyTemplateRequest, tokens.apply_template, RenderedPrompt)
@@ -206,7 +206,7 @@ def _add_tokens(routes: Routes, service: Service) -> None:
 
 
 def _add_prompts(routes: Routes, service: Service) -> None:
-    """Add routes for requests whose prompts are read, but get no reply."""
+    """Add routes that run prompts through the model but generate no text: embeddings and reranking."""
     add = partial(routes.add_work, service.read_prompts)
     add("/v1/embeddings", reading.EmbeddingsRequest, reading.embeddings, reading.Embeddings)
     add("/api/embed", reading.OllamaEmbedRequest, reading.ollama_embed, reading.OllamaEmbeddings)
@@ -217,8 +217,8 @@ def _add_prompts(routes: Routes, service: Service) -> None:
 
 
 def add_page(app: FastAPI, folder: Path) -> None:
-    """Add a route for each file of a web page, with `index.html` at /. Each file is read once. The page cannot load
-    anything from other origins."""
+    """Add a route for each file of a web page, with `index.html` at /. Each file is read once, here. The
+    Content-Security-Policy keeps the page from loading anything from other origins."""
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             name = file.relative_to(folder).as_posix()

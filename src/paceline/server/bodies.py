@@ -1,4 +1,4 @@
-"""Request bodies: read within limits, parsed strictly, validated. Every fault is reported as the client's error."""
+"""Request bodies: received within limits, parsed strictly, and validated. Faults in a body become 4xx errors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _ARRIVAL_SECONDS = 10.0
 """Seconds within which a body must arrive, plus one second for each `_MIN_RATE` bytes that have arrived."""
 _MIN_RATE = 100_000
 _MIN_COUNTED_BYTES = 1 << 20
-"""Minimum bytes of memory at which a parsed body counts, even if it was sent in fewer bytes."""
+"""A parsed body counts with its memory if that exceeds this number of bytes, even if the body was sent in fewer
+bytes."""
 _VALUE_BYTES, _NUMBER_BYTES = 100, 32
-"""Approximate memory of one value."""
+"""Approximate memory of a string, list or object, and of any other value."""
 _MAX_NUMBERS = {int: 2**64 - 1, float: sys.float_info.max, bool: 1}
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -42,8 +43,8 @@ class _HeldBytes:
 
     Attributes:
         size: The number of bytes. 0 for small bodies, which do not count.
-        arrival: Cancels the arrival. None once the body has arrived.
-        dropped: True if the body was dropped in favour of another one.
+        arrival: The scope in which the body is received. None once the body has arrived.
+        dropped: True if the body was dropped in favour of another body.
     """
 
     size: int = 0
@@ -57,26 +58,27 @@ class _HeldBytes:
 
 
 class BodyReader:
-    """Reads bodies. Limits the size of each, and of all large ones that are arriving or being prepared."""
+    """Reads request bodies. Limits the size of each body, and the total size of the large bodies that are arriving or
+    whose requests are being prepared."""
 
     def __init__(self, preprocessor: Preprocessor, settings: Settings) -> None:
         """Make a reader.
 
         Args:
             preprocessor: Parses large bodies.
-            settings: Limits: of one body without its images, of the images in one body, and of all large bodies
-                together. A parsed body counts with the memory that it takes.
+            settings: Limits on one body without its images, on the images in one body, and on all large bodies
+                together. Once a body is parsed, its memory counts instead of its length.
         """
         self._preprocessor = preprocessor
         self._limit, self._total, self._images = settings.max_body, settings.max_bodies, settings.max_image_chars
         self._held: list[_HeldBytes] = []
-        """Oldest first."""
+        """The bodies of all requests that are arriving or being prepared, oldest first."""
 
     @asynccontextmanager
     async def read(
         self, request: Request, kind: type[Body], more: Mapping[str, Any] | None = None
     ) -> AsyncIterator[tuple[Body, PoolName]]:
-        """Yield the body as a `kind`, and the pool for a request of its size. Its bytes count until the block is left.
+        """Yield the body as a `kind`, and the pool for a request of its size. The body counts until the block is left.
 
         `more`: parameters that the path of the request holds. Raises `ApiError` 400, 408, 413 or 503, and starlette's
         `ClientDisconnect`.
@@ -94,8 +96,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def receive(self, request: Request) -> AsyncIterator[tuple[bytes, _HeldBytes]]:
-        """Yield the body as bytes, which count until the block is left. Raises `ApiError` 408, 413 or 503, and
-        `ClientDisconnect`."""
+        """Yield the body as bytes. They count towards the limit until the block is left. Raises `ApiError` 408, 413 or
+        503, and `ClientDisconnect`."""
         held = _HeldBytes()
         self._held.append(held)
         try:
@@ -141,10 +143,10 @@ class BodyReader:
         return ApiError(413, f"the body must not exceed {self._limit} bytes{images}", code="body_too_large")
 
     def _count(self, held: _HeldBytes, size: int) -> None:
-        """Count a body with `size` bytes; small ones do not count.
+        """Count `size` bytes for a body. Small bodies do not count.
 
         If the total is exceeded, the bodies that have been arriving longest are dropped, because they are likely to be
-        stalled. Raises `ApiError` 503 if none is arriving.
+        stalled. Raises `ApiError` 503 if no other large body is arriving.
         """
         if size <= MAX_SHORT_BODY:
             return
@@ -171,10 +173,11 @@ def validated(body: dict[str, Any], kind: type[Body]) -> Body:
 
 
 def _check_type(headers: Headers) -> None:
-    """Raise `ApiError` 400 for a request of a web page whose body is not declared as JSON.
+    """Raise `ApiError` 400 if a web page sends a body that is not declared as JSON.
 
-    Before a browser sends JSON for a page of another origin, it asks the server. It sends other types without asking.
-    With every POST it names the page (`Origin`). Other clients do not send this header, and many omit the content type.
+    Before a browser sends JSON to another origin, it sends a CORS preflight, which the server can refuse. Without this
+    check, a page could avoid the preflight by declaring its JSON as plain text. Browsers send `Origin` with every POST.
+    Other clients do not, and many of them omit the content type, so their requests are not checked.
     """
     if "origin" not in headers and "sec-fetch-site" not in headers:
         return
@@ -227,7 +230,8 @@ def _too_deep() -> ApiError:
 
 
 def _check_values(body: Any) -> int:
-    """Return about how many bytes of memory the values take. It works level by level, so any depth is possible."""
+    """Check all values, and estimate their memory in bytes. This goes level by level instead of recursively, so deep
+    nesting cannot exhaust the stack."""
     level, in_calls, numbers, seen = [body], list[Any](), 0, 0
     for _ in range(_MAX_DEPTH):
         seen += len(level) + len(in_calls)
@@ -247,7 +251,7 @@ def _checked(values: list[Any], in_call: bool = False) -> tuple[list[Any], list[
 
     Args:
         values: All values of the level.
-        in_call: True for values within the arguments of past calls, whose whole numbers may have any size.
+        in_call: True for values within the arguments of past calls, where whole numbers may exceed 64 bits.
 
     Returns:
         The contents of their lists and objects, without the arguments of past calls; the arguments of past calls; and

@@ -43,7 +43,7 @@ class Rule:
 
     Attributes:
         names: The parameters.
-        why: The reason.
+        why: The reason, for the OpenAPI document and the log.
         values: The accepted values. Null is always accepted. If `values` is None, every value is accepted.
     """
 
@@ -102,15 +102,15 @@ def _integers(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Return the types that a type is made of, without the items of lists."""
+    """Return the types that an annotation consists of. The items of lists and dicts are not included."""
     if getattr(annotation, "__origin__", None) in (list, dict):
         return {annotation.__origin__}
     return {annotation}.union(*map(_kinds, get_args(annotation))) if get_args(annotation) else {annotation}
 
 
 class Strict(BaseModel):
-    """Model that refuses conversions (a bool is not a number, a number is not text), unknown keys and NaN. Whole
-    numbers may be written as 16.0, because JavaScript and Lua have only floats."""
+    """Base class of schemas that refuse conversions (a bool is not a number, a number is not text), unknown keys and
+    NaN. Whole numbers may be written as 16.0, because JavaScript and Lua have only floats."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -139,7 +139,7 @@ def _is_whole(value: Any) -> bool:
 
 
 class Lenient(Strict):
-    """Model that ignores unknown keys, because clients send back whole objects of other servers."""
+    """Base class of schemas that ignore unknown keys, because clients send back whole objects of other servers."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -151,7 +151,7 @@ class Lenient(Strict):
 
 
 class OllamaObject(Lenient):
-    """Model of an object in Ollama's API. As in Ollama, unknown keys are ignored, and the log names them."""
+    """Base class of the objects in Ollama's API. As in Ollama, unknown keys are ignored, and the log names them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -164,11 +164,11 @@ class OllamaObject(Lenient):
 
 
 def type_discriminator(*types: str, default: str | None = None) -> Discriminator:
-    """Return the discriminator of a union whose members are tagged with their `type`, or "other".
+    """Return the discriminator of a union. The tag of a value is its `type`, or "other" if `types` does not contain it.
 
     Args:
-        types: The types that have a member.
-        default: The type of objects without one.
+        types: The types that have a member in the union.
+        default: The type of objects without `type`.
     """
 
     def tag(value: Any) -> str:
@@ -180,7 +180,7 @@ def type_discriminator(*types: str, default: str | None = None) -> Discriminator
 
 
 class PlainAnswer(BaseModel):
-    """Body of an answer, with all its keys."""
+    """Base class of response schemas."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -196,7 +196,7 @@ def text_or_empty(value: Any) -> str:
 
 
 def part_as_text(part: Any, textual: Collection[str], refused_as: str, image: str) -> Any:
-    """Return a part of a message. If it has no text, a note becomes its text.
+    """Return a part of a message. If its type is not textual, a note becomes its text.
 
     Args:
         part: The part, as it was sent.
@@ -213,7 +213,7 @@ def part_as_text(part: Any, textual: Collection[str], refused_as: str, image: st
 
 
 def accepts(*rules: Rule) -> Callable[[type[M]], type[M]]:
-    """Add parameters that have no effect to a model of bodies."""
+    """Return a class decorator that adds parameters without effect to a request schema."""
 
     def extend(model: type[M]) -> type[M]:
         fields = {name.strip("_").replace(".", "_"): rule.field(name) for rule in rules for name in rule.names}

@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies, answers and errors of every route, with the models of answers."""
+"""The OpenAPI document: bodies, answers and errors of every route. Also the response schemas."""
 
 from __future__ import annotations
 
@@ -276,10 +276,10 @@ _MEANINGS = {
 
 
 class Routes(APIRouter):
-    """Routes whose bodies and answers are described by models.
+    """Router that collects the pydantic classes of its request bodies and answers, for the OpenAPI document.
 
     Attributes:
-        models: The models of all routes.
+        models: The classes of all routes. The dict serves as an ordered set.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -309,8 +309,8 @@ class Routes(APIRouter):
         Args:
             path: The path.
             handler: Answers a request.
-            body: The model of the bodies.
-            answer: The model of the answers. None for any object.
+            body: The pydantic class of the bodies.
+            answer: The pydantic class of the answers. None for any object.
             stream: Media type of streamed answers. "" if there are none.
         """
         self.models[body] = None
@@ -330,7 +330,8 @@ class Routes(APIRouter):
         work: Callable[..., Any],
         answer: type[BaseModel],
     ) -> None:
-        """Add a route with the name and docstring of its work. `serve` answers a request with a body of this model."""
+        """Add a route for POST that answers with `serve(request, body, work)`. The OpenAPI document describes the route
+        by the name and docstring of `work`."""
 
         async def respond(request: Request) -> Response:
             return await serve(request, body, work)
@@ -353,12 +354,13 @@ def errors_of(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def content(model: type[BaseModel]) -> dict[str, Any]:
-    """Describe a JSON body by the name of its model. With the class, FastAPI would build some 300 validators."""
+    """Describe a JSON body by a reference to its schema. If FastAPI got the classes, it would build some 300
+    validators."""
     return {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document. FastAPI does not know the models of bodies and answers in `app.state.models`."""
+    """Return the OpenAPI document. This adds the schemas of `app.state.models`, which FastAPI does not know."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = [(model, "validation") for model in app.state.models]
@@ -366,6 +368,6 @@ def describe(app: FastAPI) -> dict[str, Any]:
         document["components"]["schemas"] |= schemas["$defs"]
         for path in document["paths"].values():
             for operation in path.values():
-                operation["responses"].pop("422", None)  # FastAPI's own, which this server never sends
+                operation["responses"].pop("422", None)  # added by FastAPI, but never sent by this server
         app.openapi_schema = document
     return app.openapi_schema

@@ -112,10 +112,10 @@ class WrongParameter(ValueError):
 
 
 class ContextExceeded(ApiError):
-    """The error response for a prompt that is too long. The clients of each API recognise its wording.
+    """The error response for a prompt that is too long.
 
-    Some clients read the message and then shorten the conversation. litellm, Cline and others know OpenAI's message,
-    Claude Code knows Anthropic's.
+    Do not change the wording: some clients recognise it, and then shorten the conversation. litellm, Cline and others
+    look for OpenAI's message, Claude Code looks for Anthropic's.
     """
 
     def __init__(self, size: int, limit: int, param: str, exact: bool = True) -> None:
@@ -183,9 +183,9 @@ def invalid_body(body: Any, errors: Sequence[Any]) -> ApiError:
 
 
 def _path(body: Any, location: Sequence[str | int], missing: bool) -> list[str | int]:
-    """Return pydantic's location as a path in the body, without the names of the union members that it tried.
+    """Return pydantic's location as a path in the body, without the names of the union members that pydantic tried.
 
-    `missing`: the last step is a key that the body lacks.
+    `missing`: True if the last step is a key that the body lacks.
     """
     path: list[str | int] = []
     for i, step in enumerate(location):
@@ -226,7 +226,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "logprobs": "top_logprobs"}
-"""Parameters of the library that have other names in the API."""
+"""Parameter of the library -> its name in the API, if the names differ."""
 
 
 def install(app: FastAPI) -> None:
@@ -247,7 +247,7 @@ def install(app: FastAPI) -> None:
         return answer.response(request.url.path)
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # only for the log
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # the client has left, so only the log shows this status
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(ClientDisconnect, on_disconnect)

@@ -1,4 +1,4 @@
-"""Constraints on the form of a reply as grammars of llguidance, tried in a sandbox before the server compiles them."""
+"""Constraints on a reply, as llguidance grammars. Each is compiled in a sandbox before the server compiles it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def grammar(
         trials: The trials of the model's grammars.
         constraints: The request's constraints by parameter.
         call_rules: A Lark grammar of the function calls and of constrained content, in place of `constraints`.
-        thought_rules: Rules for an `answer` after reasoning.
+        thought_rules: Lark rules for reasoning followed by the rule `answer`. The constraint becomes that rule.
 
     Raises:
         ApiError: 400 for more than one constraint, and for a schema, expression or grammar that is malformed or too
@@ -132,10 +132,11 @@ def _as_lark(kind: Kind, content: Any) -> str:
 
 
 class GrammarTrials:
-    """Trial compilation of clients' grammars in the sandbox, before they are compiled here. Results are cached.
+    """Trial compilation of clients' grammars in the sandbox. Results are cached.
 
-    A grammar of a few bytes may take minutes and gigabytes to compile, and a thread that compiles cannot be stopped. So
-    each new grammar is first compiled in a fork with limits, and by the server itself only if it stays within them.
+    A grammar of a few bytes may take minutes and gigabytes to compile, and a thread that compiles cannot be stopped.
+    Therefore, each new grammar is first compiled in a fork with limits. The server compiles it only if the fork stayed
+    within the limits.
     """
 
     def __init__(self, llm: LLM) -> None:

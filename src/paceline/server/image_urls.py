@@ -1,8 +1,8 @@
 """Fetching images from hosts that --allow-image-urls names.
 
-A URL lets a client make this server send a request. Therefore, only the named hosts are contacted, also after a
-redirect, and addresses in private networks only if their host is named without a pattern. The address is looked up
-once, so that it cannot change between the check and the connection.
+A URL lets a client make this server send a request. Therefore, only the named hosts are contacted, even after
+a redirect. A host in a private network must be named literally: a pattern does not allow it. The address is
+looked up once, so that it cannot change between the check and the connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOTAL_SECONDS = 10.0
 _MAX_REDIRECTS = 3
 _CHUNK_BYTES = 1 << 16
 _WILDCARDS = frozenset("*?[")
-"""Characters of patterns. A pattern is never a literal name, although a domain may have a host called "*"."""
+"""Characters of patterns. An entry with one of them never counts as a literal name, even if a host is called "*"."""
 
 
 def fetch(url: str, hosts: Sequence[str], limit: int, seconds: float = TOTAL_SECONDS) -> bytes:
@@ -129,7 +129,7 @@ def _request(
     """Return the status of an answer, the address that it redirects to, and its body."""
     target = quote((url.path or "/") + (f"?{url.query}" if url.query else ""), safe=string.printable)
     connection.connect()
-    # A socket's timeout starts again with every byte, including the headers.
+    # The timer enforces the deadline, because a socket's timeout starts again with every byte that arrives.
     timer = threading.Timer(_seconds_left(deadline), _shut_down, [connection.sock])
     timer.daemon = True
     timer.start()
@@ -152,7 +152,7 @@ def _request(
 def _shut_down(opened: socket.socket) -> None:
     """Shut a socket down, so that no thread waits for it any longer."""
     with suppress(OSError):
-        socket.socket.shutdown(opened, socket.SHUT_RDWR)  # TLS would wait for the other side
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)  # not the TLS shutdown, which would wait for the other side
 
 
 def _seconds_left(deadline: float) -> float:

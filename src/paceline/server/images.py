@@ -22,12 +22,12 @@ _LOW_DETAIL_SIDE = 512
 _MAX_PIXELS = 100_000_000
 """Maximum pixels of all images in a request. Each pixel takes three bytes."""
 _MAX_HELD_BYTES = 1 << 30
-"""Maximum bytes of encoded images that waiting and running requests hold when another request is prepared."""
+"""A request with images is refused if the encoded images of other requests take more bytes than this."""
 _IMAGE_DATA = re.compile(r"[A-Za-z0-9+/=_-]{1000,}")
 
 
 def read_images(llm: LLM, settings: Settings, prompt: ChatPrompt) -> ChatPrompt:
-    """Return a chat with pictures in place of the images that were sent.
+    """Return a chat in which each `SentImage` is decoded to a `Picture`.
 
     If the model reads text only, the chat is returned as it is: notes stand for its images.
 
@@ -58,7 +58,8 @@ def pictures_in(prompt: ChatPrompt) -> list[Picture]:
 
 
 def check_memory(vision: Vision) -> None:
-    """Raise `ApiError` 503 if the images of other requests take too much memory. Call it before any is encoded."""
+    """Raise `ApiError` 503 if the images of other requests take too much memory. Call it before
+    encoding an image."""
     if vision.held_bytes > _MAX_HELD_BYTES:
         raise retry_later(
             503,
@@ -68,7 +69,8 @@ def check_memory(vision: Vision) -> None:
 
 
 def check_client_present() -> None:
-    """Raise `Busy` if the client has left. Images take seconds, and a thread cannot be stopped in between."""
+    """Raise `Busy` if the client has left. Call it between images: each may take seconds, and nothing else stops the
+    thread."""
     if is_abandoned():
         raise Busy("the client has left")
 
@@ -79,7 +81,7 @@ def without_images(text: str) -> str:
 
 
 def _read(reader: _ImageReader, message: ChatMessage) -> ChatMessage:
-    """Return a message with its images read. Only messages of the user and of tools may have any."""
+    """Return a message with its images read. Only messages of the user and of tools may have images."""
     if isinstance(message.content, str) or message.role not in ("user", "tool"):
         return message
     content = [reader.picture(part) if isinstance(part, SentImage) else part for part in message.content]
@@ -128,7 +130,7 @@ class _ImageReader:
         return found
 
     def _fetch(self, url: str) -> bytes:
-        """Return the bytes at a URL, in the time that earlier images have left."""
+        """Return the bytes at a URL, within the time and bytes that earlier images of the request have left."""
         began, left = time.monotonic(), self._settings.max_image_bytes - self._bytes
         data = image_urls.fetch(url, self._settings.image_hosts, left, self._seconds)
         self._seconds -= time.monotonic() - began

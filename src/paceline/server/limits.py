@@ -28,8 +28,8 @@ class Settings:
 
     Attributes:
         api_keys: Accepted keys. A request must send one as `Authorization: Bearer KEY`. Empty for no authentication.
-        hosts: Accepted values of the Host header. Empty for any. They block DNS rebinding, by which a web page would
-            reach a server without API keys under the page's own host name.
+        hosts: Accepted values of the Host header. Empty for any. The check blocks DNS rebinding: a web page whose
+            host name resolves to this server could otherwise send it requests as if they came from the same origin.
         cors_origins: Origins of web pages that may send requests, "*" for all. Empty to turn CORS off.
         max_body: Maximum bytes of a body without its images.
         max_bodies: Maximum bytes of all large bodies together, from their arrival until their requests are prepared.
@@ -37,12 +37,12 @@ class Settings:
         max_image_bytes: Maximum bytes of all images in a request.
         image_hosts: Hosts from which images are fetched. "*" matches any part of a name. Empty to fetch none.
         max_prompt: Maximum tokens of a prompt. None for the model's context length.
-        max_n: Maximum samples of a prompt.
+        max_n: Maximum replies to one prompt.
         max_choices: Maximum replies to a request, over all its prompts.
         max_requests: Maximum requests in progress.
         timeout: Default seconds for a request, counted from its arrival. None for no limit.
         stall: Seconds that a client may leave its stream unread before it is disconnected.
-        heartbeat: Seconds without an event after which a stream gets one.
+        heartbeat: Seconds without an event after which a stream sends an empty event.
         log_prompts: True to write prompts to the log.
         trace_endpoint: URL for OpenTelemetry traces (OTLP over HTTP).
     """
@@ -123,7 +123,7 @@ def check_host(hosts: Sequence[str], header: str) -> None:
 
 
 class RequestLimit:
-    """Limit on concurrent requests. `what` says in the error message what they do."""
+    """Limit on concurrent requests. `what`: the error message after "N requests"."""
 
     def __init__(self, limit: int, what: str = "are already in progress") -> None:
         self._limit, self._what, self._active = limit, what, 0
@@ -140,7 +140,8 @@ class RequestLimit:
 
 
 class RequestLog:
-    """ASGI middleware: a request id in and out, and one log line per request, without its text."""
+    """ASGI middleware that takes or makes a request id, returns it in the response, and logs one line per request
+    without any text of the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

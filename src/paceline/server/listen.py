@@ -19,7 +19,8 @@ from paceline.server.limits import STALL_SECONDS
 from paceline.server.models import Models
 
 _SWITCH_INTERVAL = 0.001
-"""Seconds after which the event loop's thread releases the interpreter to the engine's thread."""
+"""Seconds after which a thread must release the GIL (`sys.setswitchinterval`), so that the event loop does not delay
+the engine's thread."""
 _GOODBYE_SECONDS = 1.0
 """Seconds after the grace period for telling clients why their streams ended."""
 _KILL_SECONDS = 5.0
@@ -70,7 +71,7 @@ def run(app: FastAPI, models: Models, host: str, port: int, grace: float, ready:
 
     async def serve() -> None:
         server = _ListeningServer(config, models, grace, ready)
-        # When uvicorn ends, it raises the signal that stopped it again. By default, this would kill the process.
+        # After its shutdown, uvicorn raises the signal again. By default, this would kill the process.
         signal.signal(signal.SIGTERM, lambda *_: None)
         await server.serve()
 
@@ -92,7 +93,8 @@ class _ListeningServer(uvicorn.Server):
             return
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop. The event loop stops the workers, because the signal may have interrupted any code."""
+        """Begin to stop. The workers are stopped on the event loop, because the signal may have interrupted any
+        code."""
         super().handle_exit(sig, frame)
         # If anything hangs, even in native code, write the traceback to the log and exit.
         faulthandler.dump_traceback_later(self._grace + _GOODBYE_SECONDS + _KILL_SECONDS, exit=True)
@@ -168,7 +170,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _close_idle(self) -> None:
-        """Close the connection without a request. Bytes of an unfinished head do not postpone this."""
+        """Close the connection if no request is in progress. Bytes of an unfinished head do not postpone this."""
         if self._idle:
             self.transport.close()
             self._watch_reader()

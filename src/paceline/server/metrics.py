@@ -16,7 +16,7 @@ from paceline.server.worker import FINISH_REASONS, ReplyRound, WorkerLoad
 _LABEL = "model_name"
 _SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _THROUGHPUT_SECONDS = 10.0
-"""Seconds of the throughput."""
+"""Seconds over which the throughput is averaged."""
 _TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 
 
@@ -24,7 +24,7 @@ class Metrics:
     """Counters and histograms of one server, in a registry of its own, each with the model's name as a label."""
 
     def __init__(self, load: Callable[[str], WorkerLoad]) -> None:
-        """`load` returns the load of the model of a name."""
+        """`load`: returns the load of the model with the given name."""
         self._registry, self._load = CollectorRegistry(), load
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds with a draft.")
         self.drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens.")
@@ -123,7 +123,7 @@ class ModelMetrics:
             seconds: Seconds from submission to the first token.
             prompt: Tokens of the prompt.
             cached: Tokens of the prompt that came from the prefix cache.
-            from_disk: Tokens of the prompt that came from its folder on disk.
+            from_disk: Tokens of the prompt that came from the prefix cache's folder on disk.
         """
         self._queue.observe(queued)
         self._first.observe(seconds)

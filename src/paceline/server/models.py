@@ -25,7 +25,7 @@ from paceline.server.worker import Busy, ServerStopping, Worker, WorkerLoad, tri
 T = TypeVar("T")
 
 _MEMORY_WAIT_SECONDS = 60.0
-"""Seconds that a model waits until other models release their memory."""
+"""Maximum seconds that a model waits for other models to release their memory."""
 _MIN_LOADED_SECONDS = 1.0
 """Minimum seconds that a model stays loaded before its first use."""
 _MAX_LISTED_NAMES = 20
@@ -34,7 +34,9 @@ _MAX_LISTED_NAMES = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSource:
-    """A model to serve. A request names it by any of its names or adapters, and its reply has the first name.
+    """A model to serve. A request may name the model by any of its names, or name one of its adapters.
+
+    An answer gives the first name of the model, or the name of the adapter.
 
     Attributes:
         names: The model's names.
@@ -70,11 +72,11 @@ class LoadedModel:
         users: Requests that use the model.
         size: Bytes that it needs.
         keep_alive: Seconds that it stays loaded while it is idle. None for ever.
-        adapter: The adapter of the request that `Models.take` returned the model to.
+        adapter: The adapter that this object was returned for (see `take`). None for the model without an adapter.
     """
 
     def __init__(self, name: str, worker: Worker, metrics: Metrics, size: int = 0) -> None:
-        """Run the self-check, which must not run while the engine does. `size`: see `ModelSource`."""
+        """Run the self-check, which must end before the engine's thread starts. `size`: see `ModelSource`."""
         self.name, self.worker, self.llm = name, worker, worker.llm
         target, drafters = self.llm.model.target, [policy.drafter for policy in self.llm.engine.policies]
         own = held_bytes(target)
@@ -144,7 +146,7 @@ class Models:
         self._loading: dict[ModelSource, asyncio.Task[None]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._timers: dict[ModelSource, asyncio.TimerHandle] = {}
-        self._turn = asyncio.Lock()  # models come and go one at a time, so that the free memory is known
+        self._turn = asyncio.Lock()  # load and unload one model at a time, so that the free memory is known
         self._freed = asyncio.Event()
         self._stopping = False
         for source in sources:
@@ -154,7 +156,8 @@ class Models:
                 self._sizes[source] = model.size
 
     def add(self, source: ModelSource) -> None:
-        """Serve another model. If its file is already served, that model gets the new names. Names in use stay."""
+        """Serve another model. If its file is already served, that model gets the new names. A name
+        that is in use stays with its model."""
         served = next((one for one in self.sources if one.path is not None and one.path == source.path), source)
         if served is source:
             if source.names[0] in self._named:
@@ -260,7 +263,7 @@ class Models:
         return next((one for one in (name, name.removesuffix(":latest")) if one in adapters), None)
 
     async def ready(self, name: str | None) -> None:
-        """Load a model unless it is loaded. A caller that stops waiting does not stop the others.
+        """Load a model unless it is loaded. If a caller is cancelled, loading continues for the other callers.
 
         Raises `ApiError` 404, `Busy` if other models use the memory, `OutOfMemory`, and the errors of loading.
         """
@@ -291,7 +294,7 @@ class Models:
                         return
                     del model
                     trim_memory()
-                    self._freed.set()  # what it needs is known now: look again at once
+                    self._freed.set()  # the size of `source` is known now, so try again without waiting
             try:
                 await asyncio.wait_for(self._freed.wait(), until - time.monotonic())
             except asyncio.TimeoutError:
@@ -326,7 +329,7 @@ class Models:
                 break
             if not self._loaded[one].users:  # a request may have taken it while another model was unloaded
                 await self._unload(one)
-        # The free memory is an estimate. If no other model can be unloaded, try to load it anyway.
+        # The free memory is an estimate. If waiting would not free more, because all models in use stay, try anyway.
         return self._fits(source) or not any(model.users for one, model in self._loaded.items() if not one.stays)
 
     async def _keep_within(self, source: ModelSource) -> bool:
@@ -370,7 +373,7 @@ class Models:
         self._idle(source, _MIN_LOADED_SECONDS)
 
     def _idle(self, source: ModelSource, least: float = 0.0) -> None:
-        """Check again after `keep_alive` seconds, and at least `least` seconds.
+        """Schedule the unloading of an idle model after `keep_alive` seconds, but not before `least` seconds.
 
         Neither this method nor the timer refers to the model, because a reference would keep it in memory.
         """
@@ -403,9 +406,10 @@ class Models:
 def run_in_thread(work: Callable[[], T]) -> Future[T]:
     """Run `work` in a new daemon thread.
 
-    A thread that computes with torch keeps a pool of OpenMP threads for life. Once all pools together have more threads
-    than there are cores, OpenMP puts threads to sleep at every barrier: a pool of the main thread would cost the
-    engine's nearly half of its speed where torch runs the layers.
+    Models are loaded in such a thread, not in the main thread. A thread that computes with torch gets a pool of OpenMP
+    threads, which lives as long as the thread. Once all pools together have more threads than there are cores, OpenMP
+    puts threads to sleep at every barrier. So a pool of the main thread would cost the engine's thread nearly half of
+    its speed, if torch runs the layers.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # so that it cannot be cancelled

@@ -50,7 +50,7 @@ class PreparedRequest:
         id: The id of the answer.
         model: The model.
         jobs: The jobs of the replies.
-        replies: The reply of each job so far.
+        replies: The reply of each job. It is empty until rounds are added.
     """
 
     id: str
@@ -60,7 +60,7 @@ class PreparedRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling of the replies; the model's own if there are none."""
+        """The sampling of the replies; the model's recommended sampling if there are no jobs."""
         return self.jobs[0].sampling if self.jobs else self.model.llm.sampling()
 
 
@@ -115,7 +115,7 @@ def _chat(
     if thought_format:
         sampling = replace(sampling, reasoning=thought_format.reasoning(inside))
     if request.prediction:
-        # Do this here. When the reply begins, it would hold up all other replies.
+        # Tokenise the prediction here. If the engine did it when the reply begins, all other replies would wait.
         most, size = sampling.max_new_tokens, llm.model.target.vocab_size
         sampling = replace(sampling, prediction=predicted_ids(request.prediction, llm.tokenizer.encode, most, size))
     jobs = _jobs(llm, settings, request, [tokens], sampling)
@@ -375,9 +375,10 @@ def _continued(llm: LLM, chat: list[dict[str, Any]], values: dict[str, Any]) -> 
 
 
 def truncated(prompt: ChatPrompt, size: Callable[[ChatPrompt], int], limit: int, wanted: int) -> ChatPrompt:
-    """Return a chat without its oldest messages. It drops as few as possible so that prompt and reply fit.
+    """Return a chat without its oldest messages. It drops as few messages as possible so that prompt and reply fit.
 
-    Instructions and the last message stay, and the first message that stays is not the result of a tool.
+    Instructions and the last message stay. After the instructions, the chat does not begin with the result of a tool,
+    unless only the last message is left.
 
     Args:
         prompt: A chat that is too long.

@@ -27,7 +27,7 @@ PoolName = Literal["parse", "short", "long", "grammar", "tokens", "documents", "
 generating; prepare or tokenise a request with images; write documents about the server, such as its list of models."""
 
 MAX_SHORT_BODY = 1 << 16
-"""Minimum bytes of a long body. Such a body takes milliseconds to parse, and longer to tokenise."""
+"""Maximum bytes of a short body. A longer body takes milliseconds to parse, and even longer to tokenise."""
 
 _THREADS: dict[PoolName, int] = {
     "parse": 1,
@@ -52,7 +52,8 @@ class Preprocessor:
         self._pools = {name: _Pool(name, count) for name, count in _THREADS.items()}
 
     async def run(self, pool: PoolName, client: str, work: Callable[[], T]) -> T:
-        """Return the result of `work`. Cancelling drops work that has not begun and ends its jobs in the sandbox."""
+        """Return the result of `work`. If cancelled, drop work that has not begun, and end the sandbox jobs of
+        work that has."""
         threads = self._pools[pool]
         async with threads.turns.setdefault(client, asyncio.Lock()):
             await threads.free.acquire()
@@ -80,7 +81,8 @@ class _Pool:
     Attributes:
         executor: The threads.
         free: Counts the threads that have no work.
-        turns: Client -> its lock. The holder waits for a thread; the holders get threads in the order of arrival.
+        turns: Client -> its lock. A client waits for a thread only while it holds its lock. So each client has at most
+            one place in the queue for threads.
     """
 
     def __init__(self, name: PoolName, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Replies as they grow: blocks of reasoning, text and calls, texts of tokens, and counts.
+"""Replies as they grow: blocks of reasoning, text and calls; token texts and log-probabilities; token counts.
 
 Each API writes them in its own shape.
 """
@@ -25,7 +25,7 @@ class ReplyBlock:
     """A part of a reply.
 
     Attributes:
-        kind: The kind of the part.
+        kind: "reasoning", "text" or "call".
         index: The position among the reply's blocks.
         text: The text so far. In a call, the arguments as JSON, which is incomplete if a forced call is cut off.
         name: The function of a call.
@@ -78,7 +78,7 @@ class ChatReply:
         call_parser: The parser of calls. None if no tool may be called.
         thought_parser: The parser of reasoning. None if reasoning is part of the text.
         unclosed_thought_calls: The parser of calls within reasoning that never ends.
-        markers: Special tokens that the parsers must see, and their texts.
+        markers: Special token -> its text, for the special tokens that the parsers must see.
         blocks: The blocks so far.
         open: True if the last block may grow.
         reasoning_tokens: Tokens of reasoning so far.
@@ -202,7 +202,8 @@ class TokenTexts:
         return {index: name for name, index in self._tokenizer.vocabulary.items()}
 
     def bytes(self, token: int) -> bytes:
-        """Return a token's bytes: a special token's name; nothing for an unused row of the vocabulary."""
+        """Return a token's bytes. For a special token, this is its name. For an unused row of the vocabulary, it is
+        empty."""
         found = self._tokenizer.token_bytes.get(token)
         return self._names.get(token, "").encode(errors="replace") if found is None else found
 
@@ -222,7 +223,7 @@ class TokenTexts:
     def text_logprobs(self, chunks: Sequence[Chunk], offset: int) -> dict[str, Any]:
         """Return log-probabilities in the shape of completions, null for a prompt's first token.
 
-        `offset`: characters of the text before them.
+        `offset`: Number of characters of the text before the first chunk.
         """
         offsets = []
         for chunk in chunks:
@@ -322,7 +323,7 @@ class Usage:
         return {"total": self.prompt, "cache": self.cached, "processed": self.read, "time_ms": milliseconds}
 
     def vllm(self) -> dict[str, Any]:
-        """Return the same statistics as vLLM's `metrics` has them (`--per-request-spec-decode-metrics`).
+        """Return the statistics of speculation in the shape of vLLM's `metrics` (`--per-request-spec-decode-metrics`).
 
         `acceptance_histogram[i]`: rounds in which i drafted tokens were accepted.
         """

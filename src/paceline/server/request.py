@@ -29,7 +29,7 @@ class SentImage:
         param: The path of the part in the body.
         kind: The part's type.
         low: True if the client asks for little detail.
-        refusal: The error of a model that reads text only. None if such a model sees a note instead of the image.
+        refusal: The error message if the model reads text only. None if such a model gets a note instead of the image.
     """
 
     source: str
@@ -45,7 +45,8 @@ class SentImage:
 
 
 Part = str | SentImage | Picture
-"""A part of a message's content. Pictures replace the images that were sent before a chat template is applied."""
+"""A part of a message's content. If the model reads images, each `SentImage` is replaced with a `Picture`
+before the chat template is applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +250,7 @@ class TextPrompt:
         texts: Each prompt, as text or token ids.
         after: The text after the gap that the reply fills. None if there is no gap.
         files: Names and contents of other files, which the model sees before the gap.
-        ends: True if the reply ends at the tokens with which models end the text of a gap.
+        ends: True if the model's end-of-infill tokens end the reply.
         param: The parameter of the API that holds the prompts.
     """
 

@@ -85,7 +85,7 @@ ArgumentsText = Annotated[
 Arguments = Annotated[Schema, BeforeValidator(as_object)]
 """A past call's arguments as an object, however they were sent."""
 CalledName = Annotated[str, Field(max_length=500)]
-"""Name in a past call, which a model may have made up."""
+"""Function name in a past call. A model wrote it, so it may be the name of no function."""
 
 
 def without_none(**values: Any) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Service:
         )
 
     def close(self) -> None:
-        """Drop requests that are being prepared, and send the last traces."""
+        """Drop requests whose preparation has not begun, and send the traces that have not been sent."""
         self.preprocessor.close()
         self.tracer.close()
 
@@ -108,7 +108,10 @@ class Service:
     async def read_prompts(
         self, request: Request, kind: type[Named], prepare: Callable[[LoadedModel, Settings, Named], PromptJobs]
     ) -> Response:
-        """Answer a request whose prompts are only read. `prepare` returns its jobs and its answer."""
+        """Answer a request that only runs prompts through the model, such as a request for embeddings.
+
+        `prepare` returns the jobs, and a function that makes the answer.
+        """
         arrived = time.monotonic()
         deadline = arrived + (self.settings.timeout or inf)
         async with self.bodies.read(request, kind) as (body, pool):
@@ -216,7 +219,7 @@ class Service:
         return Response(data, media_type="application/json")
 
     async def preprocess(self, request: Request, pool: PoolName, work: Callable[[], T], timeout: float | None) -> T:
-        """Run `work` in a thread. Raises as `_unless_ended`."""
+        """Run `work` in a thread. Raises the errors of `_unless_ended`."""
         return await self._unless_ended(request, self.preprocessor.run(pool, client_id(request), work), timeout)
 
     async def _unless_ended(self, request: Request, work: Coroutine[Any, Any, T], timeout: float | None) -> T:
@@ -224,7 +227,7 @@ class Service:
         after `timeout` seconds."""
         try:
             return await cancel_on_disconnect(asyncio.wait_for(work, timeout), request.receive)
-        except asyncio.TimeoutError:  # another class until Python 3.11
+        except asyncio.TimeoutError:  # before Python 3.11, this is not the built-in TimeoutError
             raise TimedOut("the request timed out before its reply began", "Increase timeout") from None
 
 

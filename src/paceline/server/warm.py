@@ -1,4 +1,4 @@
-"""Prompts that are read before the server starts, so that requests with the same beginning start faster."""
+"""Warm-up prompts: prefilled before the server starts, so that requests with the same prefix start faster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.server.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class WarmPrompt:
-    """A prompt to read, from a file."""
+    """A warm-up prompt, and the file that it comes from."""
 
     path: Path
     prompt: ChatPrompt
@@ -59,14 +59,14 @@ def _chat(body: Any) -> ChatPrompt:
 
 
 def read_prompt(worker: Worker, settings: Settings, warm: WarmPrompt) -> tuple[int, int]:
-    """Read a prompt into the prefix cache of a worker that has not started.
+    """Prefill a prompt, so that it enters the prefix cache. The worker must not have started.
 
     Returns:
         The number of tokens, and the number of tokens that were already cached.
 
     Raises:
-        InvalidOption: If the model's template refuses it, or it is too long.
-        OutOfMemory: If there is no memory to read it.
+        InvalidOption: If the model's template refuses the prompt, or the prompt is too long.
+        OutOfMemory: If there is no memory for the prompt.
     """
     llm = worker.llm
     try:
@@ -82,7 +82,10 @@ def read_prompt(worker: Worker, settings: Settings, warm: WarmPrompt) -> tuple[i
 
 
 def _shared_tokens(worker: Worker, settings: Settings, prompt: ChatPrompt) -> Sequence[int]:
-    """Return the tokens that are the same for all requests that continue a chat. A user's text may follow them."""
+    """Return the longest prefix, in tokens, that all requests share that continue a chat with a message of the user.
+
+    A chat that already ends with a message of the user or of a tool is used as it is.
+    """
     if prompt.messages[-1].role in ("user", "tool"):
         return chat_tokens(worker.llm, settings, prompt)
     users = [ChatMessage(role="user", content=text) for text in ("a", "b")]

@@ -1,4 +1,4 @@
-"""The engine's thread, and replies as the event loop sees them."""
+"""The engine's thread, and the handles with which the event loop follows its replies."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ class WorkerLimits:
     """Capacity of a worker.
 
     Attributes:
-        slots: Replies that share rounds.
-        queue: Replies that wait.
-        cache_positions: Positions of keys and values, over all texts.
-        prefill_quota: Prompt tokens fed between two rounds.
-        prefix_bytes: Size of the prefix cache in bytes.
-        state_positions: The size of one state of a text, in positions. 0 for models without states.
+        slots: Maximum replies in a batch.
+        queue: Maximum replies that wait for a slot.
+        cache_positions: Maximum positions in the key-value cache, over all texts.
+        prefill_quota: Maximum prompt tokens that are prefilled between two rounds.
+        prefix_bytes: Maximum bytes of the prefix cache.
+        state_positions: Number of cache positions that take as much memory as one recurrent state. 0 for models without
+            recurrent states.
     """
 
     slots: int = 32
@@ -88,7 +89,7 @@ class ReplyJob:
         deadline: The time at which the reply ends, as `time.monotonic` counts.
         group: A key that is equal for jobs with the same prompt.
         client: The client. Waiting clients get slots in turn.
-        key: Number of the client's API key. What the server learns is shared only by clients with the same key.
+        key: Index of the client's API key. What the server learns is shared only by clients with the same key.
         scores: Collects log-probabilities or hidden states of the prompt.
         prompt_only: True if the generated tokens are not returned.
         adapter: The name of a LoRA adapter.
@@ -165,10 +166,10 @@ class ReplyRound:
 
 
 class ReplyHandle:
-    """A submitted job, and its reply as far as its rounds have been read. For the event loop that submitted it only.
+    """A submitted job, and the state of its reply. Use it only on the event loop that submitted the job.
 
-    first: Seconds from submission to the first token that was read.
-    tokens: Tokens that were read.
+    first: Seconds from submission until the event loop read the first token. None before that.
+    tokens: Number of the reply's tokens that the event loop has read.
     engine_reason: The engine's finish reason, once the reply has ended.
     outcome: The engine's finish reason at the end, "error", or "abort" if the client left.
     """
@@ -211,7 +212,7 @@ class ReplyHandle:
 
     @property
     def error(self) -> Exception | None:
-        """The error that ended the reply early. Valid once it is over."""
+        """The error that ended the reply early. Valid once the reply has ended."""
         return self._task.error
 
     def cancel(self) -> None:
@@ -320,7 +321,8 @@ class Worker:
         def begin(like: Request | None) -> Request:
             how = (job.sample, like, speculation, job.scores, job.adapter)
             request = self.llm.start(job.tokens, job.sampling, *how)
-            # A recording has no images, so a drafter would be trained on states that differ from the states in use.
+            # Skip prompts with images: a recording lacks the images, so its hidden states would differ from the real
+            # ones.
             if learner and job.sampling.max_new_tokens and not (job.prompt_only or isinstance(job.tokens, ImagePrompt)):
                 learner.watch(job.key, request, job.sampling, job.sample)
             return request
@@ -413,7 +415,7 @@ class Worker:
         return [(task, []) for task in self._unfinished]
 
     def _new_scheduler(self) -> Scheduler:
-        # Without a reference to this worker: a cycle would keep its model in memory until the next collection.
+        # `fits` must not refer to this worker: the cycle would keep the model in memory until garbage is collected.
         fits = partial(_fits, self.limits.cache_positions, self._positions)
         return Scheduler(self.llm.engine, self.limits.slots, self.limits.prefill_quota, fits)
 
@@ -430,7 +432,7 @@ def _positions(state: float, rectangle: bool, lengths: Sequence[int]) -> int:
     """Return the positions of a cache that holds texts of these lengths.
 
     Args:
-        state: The size of one state of a text, in positions.
+        state: See `WorkerLimits.state_positions`.
         rectangle: True if every text takes the positions of the longest text, and their number is rounded up to a power
             of two.
         lengths: The lengths of the texts.

@@ -50,8 +50,8 @@ class DataEncoder:
         if backend.pre_tokenizer is not None:
             self._twin.pre_tokenizer = backend.pre_tokenizer
         self._ids = self._add_tokens(backend)
-        # The model's ordinary vocabulary may contain control tokens as well. In data, they are spelled letter by
-        # letter.
+        # The model's ordinary vocabulary may contain the same control tokens. If data forms one of them, its letters
+        # become separate tokens.
         unknown = set(_pieces(backend, "\U0010ffff"))
         self._respelled = {
             i: [k for letter in text for k in _pieces(backend, letter) if k in unknown or k not in control.values()]
@@ -74,8 +74,8 @@ class DataEncoder:
     def _skip_gaps(self, backend: tokenizers.Tokenizer) -> None:
         """Keep the twin from assigning ids that the model uses.
 
-        The twin takes the number of the model's tokens as the next id. If the model's ids have gaps, this id is already
-        used.
+        The twin counts new ids up from the number of tokens in the model. If the model's ids have gaps, some of these
+        ids are already used.
         """
         used = backend.get_vocab(with_added_tokens=False)
         gaps = max(used.values(), default=-1) + 1 - len(used)
@@ -87,7 +87,7 @@ class DataEncoder:
         for start, end in text.spans():
             parts += [plain[at:start], self._control.sub(lambda found: self._aliases[found[0]], plain[start:end])]
             at = end
-        # Encode a batch of one text, because `encode` would hold the interpreter lock and block all other threads.
+        # Encode a batch of one text, because `encode` would hold the GIL and block all other threads.
         made = self._twin.encode_batch_fast(["".join([*parts, plain[at:]])], add_special_tokens=False)[0].ids
         if self._respelled.keys().isdisjoint(made):
             return [self._ids.get(i, i) for i in made]

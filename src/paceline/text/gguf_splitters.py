@@ -21,7 +21,7 @@ class Splitter:
         patterns: Each pattern splits the pieces of the previous pattern into matches and gaps.
         digits: True to split numbers into single digits.
         gpt2: True to apply GPT-2's pattern last.
-        whole: True if no merges are applied to a piece that is itself a token.
+        ignore_merges: True if no merges are applied to a piece that is itself a token.
         nfc: True to normalise the text (NFC) first.
         bos: True if texts begin with BOS when the metadata does not specify it.
     """

@@ -36,7 +36,7 @@ class GrowingText:
         self.is_complete = is_complete
         self._held, self._at = text, 0
         self._from = 0
-        """The place in `_held` where the text that `taken` returns begins."""
+        """The index in `_held` at which the text that `taken` returns begins."""
         self._past: list[str] = []
 
     def push(self, text: str) -> None:
@@ -58,7 +58,7 @@ class GrowingText:
         return self._held[self._at : self._at + count]
 
     def begins(self, *texts: str) -> Reading[str]:
-        """Return the longest of these texts that comes next, or "" if none does. It is not read."""
+        """Return the longest of these texts that comes next, without reading it. Return "" if none comes next."""
         longest = max(map(len, texts), default=0)
         while True:
             rest = self._held[self._at : self._at + longest]

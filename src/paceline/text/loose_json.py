@@ -51,8 +51,8 @@ class JsonReader:
     """Reads values from a growing text.
 
     Attributes:
-        unclosed: The lists and objects of the last value that were still open at the end of the text, outermost first.
-            An end marker closes all of them.
+        unclosed: The lists and objects of the value read most recently that were still open at the end of the text,
+            outermost first. Empty if an end marker ended the value, because it closes all of them.
     """
 
     def __init__(self, text: GrowingText, quote: str = "", ends: Sequence[str] = ()) -> None:
@@ -60,7 +60,7 @@ class JsonReader:
 
         Args:
             text: The text. Other readers may read it as well.
-            quote: An additional quotation mark for strings, which have no escapes inside.
+            quote: An additional quotation mark. Strings between two such marks have no escapes.
             ends: Markers that end a value even if brackets are missing.
         """
         self._text, self._ends = text, tuple(filter(None, ends))
@@ -140,7 +140,7 @@ class JsonReader:
 
     def _begin(self, open_containers: list[tuple[Any, str]]) -> Reading[Any]:
         """Read a string, a number, a word, or the opening bracket of a list or object, which is then added to
-        `open_`."""
+        `open_containers`."""
         if bracket := (yield from self._text.skip(*_CLOSERS)):
             inner: Any = {} if bracket == "{" else []
             open_containers.append((inner, _CLOSERS[bracket]))

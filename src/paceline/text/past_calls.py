@@ -1,7 +1,7 @@
 """Converts earlier tool calls of a conversation to a form that the chat template accepts.
 
 Another server or model may have written these calls. The conversation must be able to go on even if a call was cut off,
-or if the template can show it in only one form.
+or if the template accepts calls in only one form.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.text.growing import Malformed
 Chat = list[dict[str, Any]]
 
 INVALID_ARGUMENTS = "invalid_arguments"
-"""Name of the argument that shows the model arguments that are not an object."""
+"""Key under which the model sees arguments that are not an object."""
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
     """Convert the arguments of a call to an object.
 
-    Null and empty text give an empty object. Arguments that are not an object become the only entry,
+    Null and empty text give an empty object. All other arguments become the value of a single key,
     `INVALID_ARGUMENTS`.
     """
     found = arguments

@@ -1,4 +1,4 @@
-"""Text with a flag for each character, which shows if the chat template wrote the character or if it is data.
+"""Text with a flag for each character: the chat template wrote it, or it is data.
 
 A message can spell a model's control tokens, such as "<|im_start|>". But only control tokens that the template itself
 wrote may become tokens. So each string that a template computes keeps one flag per character. Strings without flags are

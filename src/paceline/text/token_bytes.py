@@ -66,8 +66,8 @@ def _decoded_in_pairs(backend: tokenizers.Tokenizer, tokens: Mapping[int, str]) 
 
 
 _SHRINK = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
-"""Normalizers that remove nothing -> the maximum factor of shortening. Unicode composition merges at most four
-characters."""
+"""Normalizers that remove nothing -> the maximum factor by which they shorten a text. Unicode composition merges at
+most four characters."""
 _KEEP = ("ByteLevel", "Metaspace", "Digits", "Split")
 """Pre-tokenizers that remove nothing (`Split` only with some settings)."""
 

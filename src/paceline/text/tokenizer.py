@@ -187,8 +187,7 @@ class Tokenizer:
                 if isinstance(text, TemplateText):
                     before, after = self._frame if special else ([], [])
                     return [*before, *self._data_encoder.encode(text), *after]
-                # Encode a batch of one text, because `encode` would hold the interpreter lock and block all other
-                # threads.
+                # Encode a batch of one text, because `encode` would hold the GIL and block all other threads.
                 return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
             except (TypeError, UnicodeError) as error:
                 raise InvalidPrompt(

@@ -79,7 +79,7 @@ def _query_scalar(config: Config, layers_of_27b: int) -> int:
     """Return the size that scales the queries: the head size, or another size for the 27B models. As in llama.cpp, the
     number of layers identifies these models.
 
-    The metadata has no key for it.
+    The metadata has no key for this size.
     """
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])

@@ -1,5 +1,5 @@
-"""GLM-4 of 2024 and of 2025, and GLM-4.5 to 4.7. The latter have DeepSeek-V3's experts in all layers except the first
-ones."""
+"""GLM-4 of 2024 and of 2025, and GLM-4.5 to 4.7. GLM-4.5 to 4.7 have DeepSeek-V3's experts in all layers except the
+first ones."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _read_moe(meta: Metadata, config: Config) -> Config:
         "num_experts": meta["expert_count"],
         "num_experts_per_tok": meta["expert_used_count"],
         "moe_intermediate_size": meta["expert_feed_forward_length"],
-        # The metadata has no key for this. llama.cpp always does it.
+        # The metadata has no key for this. llama.cpp always normalises the weights of the experts.
         "norm_topk_prob": True,
     }
 

@@ -204,7 +204,7 @@ _ACTIONS = {"save": _save, "restore": _restore}
 
 
 def _number(slot: str, model: LoadedModel) -> int:
-    """Return the number of a slot. Raises `ApiError` 400 if there is no such slot."""
+    """Return the index of a slot. Raises `ApiError` 400 if there is no such slot."""
     count = model.worker.limits.slots
     if not (slot.isascii() and slot.isdecimal() and len(slot) < 10 and int(slot) < count):
         raise bad_request(f"there is no slot {slot[:40]!r}. Use 0 to {count - 1}", "slot")
@@ -461,7 +461,8 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _short(count: int) -> str:
-    """Return a number of parameters as Ollama writes it, such as "1.5B" or "494.03M". 0 is unknown and gives ""."""
+    """Return a number of parameters as Ollama writes it, such as "1.5B" or "494.03M". 0, an unknown
+    number, gives ""."""
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
     return f"{count / 10**6:.2f}M" if count else ""

@@ -254,7 +254,7 @@ class ChatChoice(Choice):
             if not isinstance(event, BlockEnded) and event.block.name not in self.custom
         ]
         if self.reply.finish_reason:
-            # The text of a call is known once its JSON is complete.
+            # The text of a custom tool's call is known only once its JSON is complete.
             whole = [(i, call) for i, call in enumerate(self.reply.calls) if call.name in self.custom]
             events += [self.event({"tool_calls": [{"index": i, **self._call(call)}]}) for i, call in whole]
         if self.logprobs or self.trace:

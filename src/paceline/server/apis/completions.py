@@ -1,4 +1,4 @@
-"""/v1/completions: continuing one or many texts without a chat template. Also the choices of chat completions."""
+"""/v1/completions: continuing one or many texts without a chat template. Also the base classes of chat completions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.text.sandbox import ABANDONED, Unfinished
 _DEFAULT_LENGTH = 16
 """Default maximum tokens, as in OpenAI's API."""
 _KINDS = "text_completion", "text_completion"
-"""Object types of an answer and of its pieces."""
+"""Values of `object` in a whole answer, and in an event of a stream."""
 
 
 @accepts(
@@ -53,7 +53,7 @@ class CompletionRequest(RequestBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Every prompt."""
+        """The prompts, as a list."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else [*self.prompt]  # type: ignore[list-item]
 
@@ -163,7 +163,7 @@ class ChoicesEncoder(Encoder):
     def __init__(
         self, body: RequestBody, prepared: PreparedRequest, kinds: tuple[str, str], choices: Sequence[Choice]
     ) -> None:
-        """Make an encoder. `kinds`: object types of the whole answer and of its pieces."""
+        """Make an encoder. `kinds`: values of `object` in a whole answer, and in an event of a stream."""
         self._head = {"id": prepared.id, "model": prepared.model.name, "created": int(time.time())}
         self._document, self._event = kinds
         self._choices, self.shows_progress = choices, bool(body.return_progress)
@@ -190,7 +190,7 @@ class ChoicesEncoder(Encoder):
         return self._chunks([growing[0].event()])[0]
 
     def progress(self, usage: Usage) -> Event:
-        """Return llama.cpp's event."""
+        """Return an event with llama.cpp's `prompt_progress`."""
         return {**self.heartbeat(), "prompt_progress": usage.prompt_progress()}
 
     def end(self, usage: Usage) -> list[Event]:
@@ -326,7 +326,8 @@ class Completions(Api[CompletionRequest]):
 
 
 def _echoes(body: CompletionRequest, prepared: PreparedRequest) -> list[tuple[str, ScoredPrompt | None]]:
-    """Return each prompt as text. If log-probabilities were requested, add them, and let a job collect them."""
+    """Return the text of each prompt. If log-probabilities were requested, let the prompt's first job collect them, and
+    also return a function that returns them."""
     llm, n = prepared.model.llm, body.samples
     found: list[tuple[str, ScoredPrompt | None]] = []
     for i, prompt in enumerate(body.prompts):

@@ -48,7 +48,7 @@ class InfillRequest(RequestBody):
 
 
 class InfillEncoder(Encoder):
-    """Writes the text of a gap."""
+    """Encodes the text of a gap in the format of llama.cpp's server."""
 
     def __init__(self, model: str, empty: bool, indent: int = 0, fields: Sequence[str] | None = None) -> None:
         """Make an encoder.

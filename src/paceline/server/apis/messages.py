@@ -110,7 +110,7 @@ class ImageSource(Lenient):
 
 
 def _source(value: Any) -> Any:
-    """Return the source of an image. One without data is refused later, if the model sees the image at all."""
+    """Return the source of an image. An image without data is refused later, if the model sees it at all."""
     return value if isinstance(value, dict) else {}
 
 
@@ -121,7 +121,7 @@ class ImageBlock(Lenient):
     source: Annotated[ImageSource, BeforeValidator(_source)] = Field(default_factory=ImageSource)
 
     def part(self, param: str, new: bool) -> SentImage:
-        """Return the image. `new`: it is in the last message, which has no results of tools."""
+        """Return the image. `new`: True if it is in the last message, and that message has no results of tools."""
         source = self.source.url if self.source.type == "url" else self.source.data
         refusal = f"{param}: {_WANTED}, got 'image'" if new else None
         return SentImage(source=source, param=f"{param}.source", kind=self.type, refusal=refusal)
@@ -345,8 +345,8 @@ def _refuse_media(messages: Sequence[AnthropicMessage]) -> bool:
 
 
 def _messages(message: AnthropicMessage, param: str, new: bool) -> list[ChatMessage]:
-    """Return a message, after the tool results that it holds. `param`: the path of its blocks. `new`: it is the user's
-    last message."""
+    """Return a message, after the tool results that it holds. `param`: the path of its blocks. `new`: True if it is
+    the user's last message."""
     blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else message.content
     results = [
         ChatMessage(role="tool", call_id=block.tool_use_id, content=_result(block, f"{param}.{i}.content"))
@@ -431,7 +431,8 @@ class MessagesEncoder(Encoder):
         [job], [self._reply] = prepared.jobs, prepared.replies
         self._head = {"type": "message", "role": "assistant", "id": prepared.id, "model": prepared.model.name}
         self._full = body.max_tokens > prepared.model.llm.model.target.context_length - len(job.tokens)
-        """True if a reply that reaches its maximum length has filled the context."""
+        """True if `max_tokens` exceeds the rest of the context. A reply of maximum length has then filled the
+        context."""
 
     def begin(self, usage: Usage) -> list[Event]:
         """Return the event of a message without content."""
@@ -515,7 +516,7 @@ def _signature(block: ReplyBlock) -> str:
 
 
 def _object(arguments: str) -> Any:
-    """Return the arguments of a call; none if they were cut short."""
+    """Return the arguments of a call, or {} if they were cut short."""
     try:
         return json.loads(arguments)
     except ValueError:

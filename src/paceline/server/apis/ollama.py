@@ -124,7 +124,7 @@ class OllamaMessage(OllamaObject):
 
 
 def _is_zero(value: Any) -> bool:
-    """Return True if a duration, a number or text as "0s", is 0."""
+    """Return True if a duration is 0. It is a number, or text such as "0s"."""
     if isinstance(value, str):
         zero = r"[-+]?(0+|(0+(\.0*)?(ns|us|µs|ms|s|m|h))+)"
         return len(value) <= 20 and re.fullmatch(zero, value) is not None
@@ -165,7 +165,7 @@ class OllamaRequest(OllamaObject, Generating, extra="ignore"):
     def sampling(self) -> dict[str, Any]:
         own = self.options or OllamaOptions()
         found = {**same_named_parameters(own), **without_none(seed=self.seed, repetition_penalty=own.repeat_penalty)}
-        if own.repeat_last_n == 0:  # penalties of no tokens
+        if own.repeat_last_n == 0:  # penalties that look at no tokens
             return {name: value for name, value in found.items() if not name.endswith("_penalty")}
         return found
 
@@ -335,7 +335,7 @@ class OllamaEncoder(Encoder):
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, round_: ReplyRound) -> list[Event]:
-        """Add a round. Calls are complete, and follow at the end."""
+        """Add a round. Calls are sent as a whole, at the end."""
         block_events = self._reply.add(round_)
         new = [self._token_texts.chat_logprobs(chunk) for chunk in round_.chunks] if self._token_texts else []
         self._logprobs += new

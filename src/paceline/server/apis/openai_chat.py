@@ -53,8 +53,8 @@ class CustomTool(Lenient):
 
 
 def chat_tool(tool: Any) -> CustomTool | None:
-    """Return a chat's tool as a custom tool, or None if it is a function. Its grammar is one level deeper than in the
-    Responses API."""
+    """Return a chat's tool as a custom tool, or None if it is a function. In chats, the grammar of a custom tool is
+    one level deeper than in the Responses API."""
     custom = tool.get("custom") if isinstance(tool, dict) and tool.get("type") == "custom" else None
     if not isinstance(custom, dict):
         return None
@@ -121,7 +121,7 @@ class ImageUrl(Lenient):
 
 
 def _image_url(value: Any) -> Any:
-    """Return an image in OpenAI's shape. One without a URL is refused later, if the model sees it at all."""
+    """Return an image in OpenAI's shape. An image without a URL is refused later, if the model sees it at all."""
     return value if isinstance(value, dict) else {"url": value}
 
 
@@ -138,7 +138,7 @@ class ContentPart(Lenient):
         return part_as_text(part, ("text",), "text", "image_url")
 
     def part(self, param: str, new: bool) -> str | SentImage:
-        """Return the text, or the image. `new`: it is in the user's last message."""
+        """Return the text, or the image. `new`: True if the part is in the user's last message."""
         if self.type != "image_url":
             return self.text
         refusal = f"{param}: type must be 'text', got 'image_url'" if new else None
@@ -185,7 +185,7 @@ class Message(Lenient):
         return [Call(function.name, function.arguments, call_id) for function, call_id in (*sent, *legacy)]
 
     def as_chat_message(self, param: str, new: bool) -> ChatMessage:
-        """Return the message as the server works with it. `new`: it is the user's last message."""
+        """Return the message in the form that all APIs share. `new`: True if it is the user's last message."""
         content = self.refusal or "" if self.content is None else self.content
         return ChatMessage(
             role=_ROLES.get(self.role, self.role),  # type: ignore[arg-type]
@@ -277,7 +277,7 @@ def image_chars(messages: Sequence[Message]) -> int:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Return messages as the server works with them. Raises `ApiError` 400 as `refuse_media` does."""
+    """Return messages in the form that all APIs share. Raises `ApiError` 400 as `refuse_media` does."""
     last = messages[-1] if messages else None
     if last is not None and last.role == "user" and isinstance(last.content, list):
         kinds = [part.type for part in last.content]

@@ -1,10 +1,10 @@
-"""Requests whose prompts are only read: vectors of texts, and the relevance of documents.
+"""Embeddings and reranking: requests that run prompts through the model and generate no text.
 
-/v1/embeddings, /api/embed and /api/embeddings return vectors. A vector is the mean of the model's last hidden states,
-with length 1.
+/v1/embeddings, /api/embed and /api/embeddings return embeddings. An embedding is the mean of the model's last hidden
+states, normalised to length 1.
 
 /v1/rerank ranks documents by their relevance to a query, with a model that was trained for it. Qwen3-Reranker answers
-"yes" or "no" to each document; the score is the probability of "yes" among the two. The prompt follows its model card
+"yes" or "no" to each document; the score is the probability of "yes" among the two. The prompt follows the model card
 (huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 
@@ -37,16 +37,18 @@ from paceline.types import Forward, Want
 Answer = Callable[[str, float], dict[str, Any]]
 """Takes the model's name and the seconds since the request arrived. Returns the answer once all jobs are over."""
 PromptJobs = tuple[Sequence[ReplyJob], Answer]
-"""The jobs that read the prompts of a request, and its answer, which does not keep the request's body."""
+"""The jobs that read the prompts of a request, and the function that makes its answer. The function must not refer to
+the request's body, which may be large."""
 
 _MAX_TEXTS = 128
 """Maximum number of texts or documents in a request. More might not fit into the queue."""
 
 
 def _reading_job(llm: LLM, tokens: Sequence[int], reader: PooledStates | RelevanceReader) -> ReplyJob:
-    """Return the job that feeds a prompt to a reader and generates nothing."""
+    """Return a job that runs a prompt through the model for a reader, and generates nothing."""
     sampling = llm.sampling(max_new_tokens=0).seeded()
-    # The first round reads a prompt's last token. This job has no round, so the token is repeated.
+    # In other jobs, the first round runs the last token of the prompt. This job has no rounds, so the last token is
+    # repeated: prefill then covers the whole prompt.
     return ReplyJob(
         [*tokens, tokens[-1]], sampling, speculation=SPECULATION_OFF, scores=reader, prompt_only=True, padding=1
     )
@@ -73,7 +75,7 @@ def _usage(jobs: Sequence[ReplyJob]) -> dict[str, int]:
     return {"prompt_tokens": _num_tokens(jobs), "total_tokens": _num_tokens(jobs)}
 
 
-# Vectors
+# Embeddings
 
 Texts = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Dimensions = Annotated[int, Field(ge=1, lt=2**20, description="Numbers of each vector that are kept.")]
@@ -233,9 +235,9 @@ def _packed(vector: Sequence[float]) -> str:
 # Relevance
 
 _MARK = "reranker"
-"""Part of the names of models that can judge documents."""
+"""Text that the names of reranking models contain."""
 _TOKENS = ("yes", "no", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-"""Tokens of the family."""
+"""Tokens that every model of the family Qwen3-Reranker has."""
 _TASK = "Given a web search query, retrieve relevant passages that answer the query"
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -366,7 +368,7 @@ def _check_size(settings: Settings, body: RerankRequest) -> None:
 
 
 def _prompt(llm: LLM, settings: Settings, body: RerankRequest, document: str, param: str) -> list[int]:
-    """Return a prompt. The request's texts form no control tokens in it."""
+    """Return the token ids of the prompt for one document. The request's texts form no control tokens in it."""
     asked = f"{body.instruction or _TASK}\n<Query>: {body.query}\n<Document>: {document}"
     text = TemplateText.written(_BEFORE) + asked + TemplateText.written(_AFTER)
     check_length(llm, settings, text, param)

@@ -249,7 +249,8 @@ class ResponsesEncoder(Encoder):
         return [*begun, self._of_item("response.output_text.delta", **more)]
 
     def _called(self, block: ReplyBlock, text: str) -> list[Event]:
-        """Return the event of more arguments; none for a custom tool: its text is known once the JSON is complete."""
+        """Return the event for more arguments of a call. For a custom tool, there is none, because the text of its call
+        is known only once the JSON is complete."""
         item = self._output[-1]
         if item["type"] == "custom_tool_call":
             return []

@@ -268,7 +268,7 @@ def image_chars(items: Sequence[Item]) -> int:
 
 
 def listed_item(item: Item) -> dict[str, Any]:
-    """Return an item as it is listed, a message with the parts of its content."""
+    """Return an item as a list of input items shows it. The text of a message becomes a part of its content."""
     found = item.model_dump(exclude_none=True)
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"

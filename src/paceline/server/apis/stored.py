@@ -100,14 +100,14 @@ class ResponseStore:
         return any(image_chars(response.input) for response in self._known(name))
 
     def _known(self, name: str | None) -> Iterator[StoredResponse]:
-        """Yield a response and the stored responses that it continues, the last one first."""
+        """Yield a response and the stored responses that it continues, newest first."""
         while name is not None and (response := self._kept.get(name)):
             yield response
             name = response.previous
 
     def conversation(self, name: str | None, limit: int) -> list[StoredResponse]:
-        """Return a response and the responses that it continues, the first one first. `limit`: maximum bytes of memory
-        of all of them.
+        """Return a response and the responses that it continues, oldest first. `limit`: maximum bytes of memory of all
+        of them.
 
         Raises `ApiError` 400 if one is missing, or if they exceed the limit.
         """
@@ -139,7 +139,7 @@ Document = Callable[[Request, Callable[[], Any]], Awaitable[Response]]
 
 
 class ResponseRoutes:
-    """Stored responses, and the items that they answered."""
+    """Routes for stored responses, and for the input items of their requests."""
 
     def __init__(self, store: ResponseStore, document: Document) -> None:
         """`document`: answers a request with the result of a function."""
