@@ -83,7 +83,7 @@ def test_a_float_eagle_head_gets_4_bits_with_a_quantised_target(
     made(tmp_path / "head", bits=16)
     drafter = open_drafter(f"eagle3:{tmp_path / 'head'}", replace(loaded(TARGET), quantize=target), asked)
     assert isinstance(drafter, Eagle)
-    assert (len(drafter._net._entry._fc.weight()[0, :GROUP].unique()) <= 16) == few
+    assert (len(drafter._net._input._fc.weight()[0, :GROUP].unique()) <= 16) == few
 
 
 def test_damaged_codes_are_named(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_published_head_that_names_the_target(
     stored = [StoredModel(name, path, target.path.stat().st_size, "huggingface") for name, path in held.items()]
     monkeypatch.setattr(discovery, "stored_models", lambda everything: stored)
     monkeypatch.setattr(discovery, "open_head", lambda path: path)
-    monkeypatch.setattr(discovery, "fits", checked)
+    monkeypatch.setattr(discovery, "fit_to_target", checked)
     assert resolve_spec("found", target) == (f"suffix+head:{paths['eagle/mine']}" if fits else "suffix")
 
 

@@ -177,7 +177,7 @@ def test_that_of_a_quantised_model_has_4_bits(how: tuple[Any, Any, bool], tmp_pa
     assert reply.stats.drafted > 0
     (policy,) = llm.engine.policies
     assert isinstance(policy.drafter, Eagle)
-    group = policy.drafter._net._entry._fc.weight()[0, :GROUP]
+    group = policy.drafter._net._input._fc.weight()[0, :GROUP]
     assert (len(group.unique()) <= 16) == few
 
 

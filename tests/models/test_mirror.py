@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import InvalidOption, RankLost
-from paceline.models.mirror import Mirror, Mirrored, repeated, together
+from paceline.models.mirror import Mirror, Mirrored, collective, repeated
 
 
 class Alone:
@@ -43,7 +43,7 @@ class Counter(Mirrored):
     def itself(self) -> Counter:
         return self
 
-    @together
+    @collective
     def total(self) -> int:
         return self.count
 

@@ -133,7 +133,7 @@ def test_rules_are_kept(model: type[BaseModel]) -> None:
 
 
 def test_an_ignored_field_is_named_once(served: Serving, caplog: pytest.LogCaptureFixture) -> None:
-    compat._named.clear()
+    compat._logged.clear()
     caplog.set_level(logging.INFO, "paceline")
     for _ in range(3):
         body = {**CHAT_BODY, "max_tokens": 1, "samplers": ["secret"], "draft_model": None}
@@ -147,11 +147,11 @@ def test_an_ignored_field_is_named_once(served: Serving, caplog: pytest.LogCaptu
 
 
 def test_the_number_of_kept_names_is_limited() -> None:
-    compat._named.clear()
+    compat._logged.clear()
     for i in range(200):
         OllamaOptions.model_validate({f"x{i}.{k}": 1 for k in range(100)})
-    assert len(compat._named) <= 1000
-    compat._named.clear()
+    assert len(compat._logged) <= 1000
+    compat._logged.clear()
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])

@@ -180,14 +180,16 @@ class TreeGrowth:
     _level: int = 0
 
     @staticmethod
-    def begin(ask: Ask, budget: DraftBudget, min_probability: float = _MIN_DRAWN_PROBABILITY) -> TreeGrowth:
+    def begin(ask: Ask, budget: DraftBudget, min_probability: float | None = None) -> TreeGrowth:
         """Begin a tree with only the root.
 
         Args:
             ask: The request for a draft.
             budget: Maximum size of the tree.
-            min_probability: See `DrawnTree`.
+            min_probability: See `DrawnTree`. None for `_MIN_DRAWN_PROBABILITY`.
         """
+        if min_probability is None:
+            min_probability = _MIN_DRAWN_PROBABILITY
         tree = DrawnTree(budget, min_probability=min_probability) if ask.draws else ScoredTree(budget)
         return TreeGrowth(ask, tree)
 
