@@ -209,7 +209,7 @@ def test_status_is_json(tmp_path: Path) -> None:
 def test_an_idle_server_trains_on_its_traffic(tmp_path: Path) -> None:
     source = load(write_tiny(tmp_path / "model"), drafter=None, dtype="float32").model
     llm = LLM(source, {"suffix": Suffix()})
-    how = plan(tmp_path / "l", idle=1.0, fresh=1000, load={"dtype": "float32"})
+    how = plan(tmp_path / "l", idle=1.0, min_traffic_tokens=1000, load={"dtype": "float32"})
     learner = Learner(llm, [], how)
     key_folder = key_folders(how.folder)[0]
     with serving(llm, learner=learner) as it:
