@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.checkpoints.head_files import complete_token_maps
 from paceline.models.config import ModelConfig
 from paceline.models.heads import BlockConfig, HeadFile
 from paceline.models.rope import Rotary
@@ -155,7 +156,7 @@ class BlockRecipe(Recipe):
         if not self.config.draft_vocab:
             return super().tensors()
         head = self.teacher.rows.to("cpu", torch.bfloat16)
-        return super().tensors() | self.teacher.token_maps(self.config.layer.vocab_size) | {"lm_head.weight": head}
+        return complete_token_maps(self.config, super().tensors() | {"d2t": self.teacher.d2t, "lm_head.weight": head})
 
     def _embedded(self, batch: DocumentBatch, pending: Tensor) -> Tensor:
         """Return the embedded blocks: the pending token, then masks."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.checkpoints.head_files import complete_token_maps
 from paceline.models.config import ModelConfig
 from paceline.models.heads import EagleConfig, HeadFile
 from paceline.models.rope import Rotary
@@ -155,4 +156,4 @@ class Eagle3Recipe(Recipe):
             tally.add(F.linear(output[real], rows))
 
     def tensors(self) -> dict[str, Tensor]:
-        return super().tensors() | self.teacher.token_maps(self.config.layer.vocab_size)
+        return complete_token_maps(self.config, super().tensors() | {"d2t": self.teacher.d2t})

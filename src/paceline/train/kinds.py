@@ -89,11 +89,11 @@ def _early_exit(c: ModelConfig, job: TrainJob) -> ExitConfig:
     return ExitConfig(c.hidden, layers, min(job.rank or 256, c.hidden))
 
 
-def _block(c: ModelConfig, job: TrainJob, mask: int, size: int) -> BlockConfig:
-    known = size if size < c.vocab_size else 0
+def _block(c: ModelConfig, job: TrainJob, mask: int) -> BlockConfig:
+    known = job.vocabulary if job.vocabulary and job.vocabulary < c.vocab_size else 0
     if job.rank and job.steps < 2:
         raise InvalidOption("a block with a Markov head must have at least 2 tokens, got --steps 1", "Raise --steps")
-    if job.rank and (job.vocabulary or c.vocab_size) >= c.vocab_size and (c.logits_divisor != 1.0 or c.final_softcap):
+    if job.rank and not known and (c.logits_divisor != 1.0 or c.final_softcap):
         raise InvalidOption(
             "this target scales or caps its logits, so a Markov head cannot be trained for its whole vocabulary",
             "Give a --vocabulary, or leave out --rank",
@@ -115,7 +115,7 @@ def config_for(llm: LLM, job: TrainJob, size: int) -> TrainableConfig:
     if job.kind == "medusa":
         return MedusaConfig(c.hidden, c.vocab_size, job.steps, job.layers or 1, shared=True)
     # The mask may be any token that never occurs inside a block, such as EOS.
-    return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0], size)
+    return _early_exit(c, job) if job.kind == "early-exit" else _block(c, job, llm.model.eos[0])
 
 
 def recipe_for(llm: LLM, job: TrainJob, vocabulary: Tensor) -> Recipe:

@@ -125,12 +125,10 @@ class Teacher:
         with torch.autocast(states.device.type, enabled=False):  # use the target's own precision
             return scores, torch.stack([self._target.logits(row).argmax(-1) for row in states])
 
-    def token_maps(self, vocab_size: int) -> dict[str, Tensor]:
-        """Return the known tokens as the maps d2t and t2d of a drafter's file (see `models/heads.py`)."""
-        vocabulary = self.vocabulary.cpu()
-        known = torch.zeros(vocab_size, dtype=torch.bool)
-        known[vocabulary] = True
-        return {"d2t": vocabulary - torch.arange(len(vocabulary)), "t2d": known}
+    @property
+    def d2t(self) -> Tensor:
+        """The known tokens as the map d2t of a drafter's file (see `models/heads.py`)."""
+        return self.vocabulary.cpu() - torch.arange(len(self.vocabulary))
 
     def rank(self, scores: Tensor, choice: Tensor) -> Tensor:
         """Return how many tokens of scores [N, K] rank above the chosen id, int64 [N]. Unknown ids give `UNKNOWN`."""
