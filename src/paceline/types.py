@@ -125,7 +125,8 @@ class Draft:
             in order and without replacement. If a row has no entry, its children were chosen, not drawn: each counts as
             a point mass.
         carried: Work that verification need not repeat (early exit). None for other drafters.
-        lengthened: Number of tokens that lookups added at the end of a chain (`Drafter.extend`).
+        lengthened: Number of tokens that lookups added at the end of the deepest path (`Drafter.extend`). They are the
+            last nodes.
         part: For a cascade of drafters, the index of the part (`Drafter.parts`) that was asked last, even if it drafted
             nothing.
         unread: Number of tokens that the drafter must still read before it can draft.
@@ -140,13 +141,25 @@ class Draft:
     unread: int = field(default=0, compare=False)
 
     @property
-    def own(self) -> int:
-        """Number of tokens that the drafter itself proposed."""
-        return len(self.tokens) - self.lengthened
+    def depth(self) -> int:
+        """Depth of the tree."""
+        return _depth(self.parents)
+
+    @property
+    def own_depth(self) -> int:
+        """Depth of the tree without the tokens that lookups added."""
+        return _depth(self.parents[: len(self.parents) - self.lengthened])
 
     @staticmethod
     def chain(tokens: tuple[int, ...] | list[int]) -> Draft:
         return Draft(tuple(tokens), tuple(range(len(tokens))))
+
+
+def _depth(parents: Sequence[int]) -> int:
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

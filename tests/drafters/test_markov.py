@@ -121,7 +121,7 @@ def test_a_head_without_confidence_ends_a_chain() -> None:
         ask: Ask = replace(ask_for(0, DraftBudget.chain(4), Sampling(temperature=0.0), PROMPT), price=0.2)
         return drafter.propose([ask])[0]
 
-    assert [len(draft(bias).tokens) for bias in (9.0, 0.0, -9.0)] == [4, 3, 1], "1, a half, nothing at each token"
+    assert [len(draft(bias).tokens) for bias in (9.0, 0.0, -9.0)] == [4, 2, 0], "1, a half, nothing at each token"
 
 
 def test_heads_that_are_incomplete_are_refused() -> None:

@@ -154,6 +154,10 @@ def test_a_lookup_continues_a_chain_where_a_match_begins(lookup: type[Drafter], 
     unknown = stack._extended(ask_for(0, DraftBudget.chain(9), sampling, text), Draft.chain([35]))
     assert unknown.tokens == (35,), "after which nothing is known"
     tree = Draft((15, 16), (0, 0))
-    assert stack._extended(ask_for(0, DraftBudget(9, 3, 2), sampling, text), tree) is tree
+    longer = stack._extended(ask_for(0, DraftBudget(9, 3, 2), sampling, text), tree)
+    assert longer == (Draft((15, 16, 16, 17), (0, 0, 1, 3)) if rule == "match" else tree), "the first deepest path"
+    assert longer.own_depth == 1
+    full = stack._extended(ask_for(0, DraftBudget(2, 3, 2), sampling, text), tree)
+    assert full == tree, "two nodes use the whole budget"
     assert parts[0].free
     assert not parts[1].free

@@ -18,6 +18,12 @@ from tests.support.cover import cover
 Accept = Callable[[int], float]
 
 
+def full_draft(size: DraftBudget) -> Draft:
+    """Return a draft that uses a whole budget: a path, and the other nodes as siblings of its first token."""
+    siblings = size.nodes - size.depth
+    return Draft((0,) * size.depth + (*range(1, siblings + 1),), (*range(size.depth), *[0] * siblings))
+
+
 class World:
     """Simulated rounds. A pass takes `base` plus `per_row` for every row, and drafting takes `per_level`.
 
@@ -46,7 +52,7 @@ class World:
             kept = 0
             while kept < size.depth and self._random.random() < self.right:
                 kept += 1
-            drafts.append(Draft.chain((0,) * size.nodes))
+            drafts.append(full_draft(size))
             verdicts.append(Verdict(tuple(range(1, kept + 1)), (0,) * (kept + 1)))
         self.controller.take(
             [size] * self.together,
@@ -167,12 +173,12 @@ def test_large_batches_get_shorter_drafts() -> None:
 def test_sizes_go_from_nothing_to_all() -> None:
     assert Driven(DraftBudget(24, 6, 4)).sizes == [
         DraftBudget.chain(0),
-        DraftBudget(1, 1, 4),
-        DraftBudget(3, 3, 4),
-        DraftBudget(6, 6, 4),
-        DraftBudget(12, 6, 4),
+        DraftBudget(4, 1, 4),
+        DraftBudget(8, 2, 4),
+        DraftBudget(16, 4, 4),
         DraftBudget(24, 6, 4),
     ]
+    assert Driven(DraftBudget(7, 7, 3)).sizes[1:] == [DraftBudget(n, d, 3) for n, d in ((3, 1), (4, 2), (6, 4), (7, 7))]
     assert Driven(DraftBudget.chain(5)).sizes == [DraftBudget.chain(n) for n in (0, 1, 2, 3, 5)]
     assert Driven(DraftBudget.chain(0)).sizes == [DraftBudget.chain(0)]
     assert {Driven(DraftBudget.chain(0)).choose() for _ in range(9)} == {DraftBudget.chain(0)}
@@ -401,7 +407,7 @@ def test_rounds_that_only_read_a_part_teach_what_reading_costs_and_nothing_else(
         seconds = 0.0001 * read + (0.001 * size.nodes if not left else 0.0)
         controller.take([size], [draft], [verdict], seconds, 0.01, 1, 1 + len(draft.tokens))
     assert controller._catch_up.value == pytest.approx(0.0001, rel=0.3)
-    assert controller._rates[0].probabilities(controller._round)[8] > 0.8
+    assert controller._accepted.probabilities(controller._round)[8] > 0.8
 
 
 def test_a_try_that_read_a_part_of_the_backlog_is_charged_for_that_part() -> None:

@@ -248,7 +248,7 @@ def test_whatever_is_chosen_from_round_to_round_the_text_is_plain_decoding_s(
     sized = Sized([1, 2, 3, *plain])
     tokens, _, stats = run(target, [1, 2, 3], sampling, sized)
     assert tokens == plain
-    assert len(set(sized.budgets)) > 3
+    assert len(set(sized.budgets)) > 2
     assert stats.accepted > 10
     assert stats.rounds > len(sized.budgets), "rounds that draft nothing do not ask"
 
@@ -261,7 +261,7 @@ def test_draft_lengths_ignore_measurements_if_the_text_depends_on_the_draft(rule
     first = run(target, [1, 2, 3], sampling, engine=engine)[0]
     assert set(sized.budgets) - {DraftBudget(10, depth, 3) for depth in (1, 2, 3)} == {DraftBudget(10, 4, 3)}
     run(target, [1, 2, 3], Sampling(max_new_tokens=60), engine=engine)
-    assert DraftBudget(1, 1, 3) in sized.budgets, (
+    assert DraftBudget(3, 1, 3) in sized.budgets, (
         "a rule that does not leaves it to the controller, who learns it is no good"
     )
     (policy,) = engine.policies

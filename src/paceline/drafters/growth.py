@@ -18,9 +18,9 @@ from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
 
-_NEXT_ACCEPTANCE = 0.85
+_NEXT_ACCEPTANCE = 0.7
 """Assumed probability that the next token will be accepted if its parent is accepted. It decides if another level is
-drafted, before the drafter has scored that level."""
+drafted, before the drafter has scored that level (docs/notes/drafters.md#trees-of-a-draft-model)."""
 _OUTLIER, _MEAN_COUNT = 2.0, 8.0
 """Measured times are clipped to `_OUTLIER` times the mean. The mean averages over about `_MEAN_COUNT` times."""
 _MIN_DRAWN_PROBABILITY = 0.3
@@ -93,8 +93,14 @@ class DraftTree(ABC):
 
 @dataclass(slots=True)
 class ScoredTree(DraftTree):
-    """A tree that keeps the nodes with the best log scores of their paths (EAGLE-2's rule, arXiv 2406.16858)."""
+    """A tree that keeps the nodes with the best log scores of their paths (EAGLE-2's rule, arXiv 2406.16858).
 
+    Attributes:
+        price: Nodes whose probability of acceptance is not higher are left out (`Ask.price`).
+        scores: For each node, the estimated log-probability that it is accepted.
+    """
+
+    price: float = 0.0
     scores: list[float] = field(default_factory=list)
 
     def grow(self, parent: int, best: Ranked) -> None:
@@ -104,16 +110,25 @@ class ScoredTree(DraftTree):
             self.scores.append(above + min(score, 0.0))
 
     def level(self, first: int) -> list[int]:
-        return self._best(self.budget.branch, range(first, len(self.tokens)))
+        nodes = self._best(self.budget.branch, range(first, len(self.tokens)))
+        best = max(nodes, key=self.scores.__getitem__, default=ROOT)
+        # The expected token after a node must be worth its row. Children of a second node add up to `branch` rows.
+        row = self.price / _NEXT_ACCEPTANCE
+        return [node for node in nodes if self._is_likelier(node, row if node == best else self.budget.branch * row)]
 
     def remaining(self, first: Sequence[int]) -> list[int]:
         """Return the best nodes. They form a tree, because a child never has a higher score than its parent, and the
         older node wins a tie."""
         taken = set(first)
-        return self._best(self.budget.nodes - len(taken), [n for n in range(len(self.tokens)) if n not in taken])
+        others = [n for n in range(len(self.tokens)) if n not in taken and self._is_likelier(n, self.price)]
+        return self._best(self.budget.nodes - len(taken), others)
 
     def acceptance_probability(self, nodes: Sequence[int]) -> float:
         return min(1.0, sum(math.exp(self.scores[node]) for node in nodes))
+
+    def _is_likelier(self, node: int, least: float) -> bool:
+        """Return True if a node's probability of acceptance is higher than `least`."""
+        return not least or math.exp(self.scores[node]) > least
 
     def _best(self, count: int, nodes: Sequence[int]) -> list[int]:
         """Return the `count` nodes with the highest scores, oldest first."""
@@ -190,7 +205,7 @@ class TreeGrowth:
         """
         if min_probability is None:
             min_probability = _MIN_DRAWN_PROBABILITY
-        tree = DrawnTree(budget, min_probability=min_probability) if ask.draws else ScoredTree(budget)
+        tree = DrawnTree(budget, min_probability=min_probability) if ask.draws else ScoredTree(budget, price=ask.price)
         return TreeGrowth(ask, tree)
 
     @property
@@ -316,7 +331,6 @@ def grow_trees(
             for node, best in zip(growth.chosen, ranked, strict=True):
                 nodes.grow(node, best)
         growing = [growth for growth in growing if growth.descend()]
-        growing = [growth for growth in growing if growth.next_gain() >= growth.ask.price]
         if growing and not pays(growing):
             break
         read = level

@@ -38,7 +38,9 @@ class SavedText(Saved):
 class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
     """Drafts with any `Target` that has the same vocabulary. Its device and dtype may differ from the target's."""
 
-    draft = DraftBudget.chain(8)
+    # On a CPU, passes of up to eight rows cost little more than one row. A sibling costs no time to draft, because its
+    # probability is known with its elder's (docs/notes/drafters.md#trees-of-a-draft-model).
+    draft = DraftBudget(nodes=7, depth=7, branch=3)
 
     def __init__(self, model: Target, vocab_size: int, head_tokens: Tensor | None = None) -> None:
         """Make a drafter.

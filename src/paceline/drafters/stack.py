@@ -11,6 +11,7 @@ from paceline.drafters.base import Allowance, Ask, Drafter, DrafterPart
 from paceline.errors import InvalidOption
 from paceline.protocols import KVCache, Saved, common_most
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from paceline.verify.tree import paths_of
 
 MIN_LOOKUP_PROBABILITY = 0.5
 """Probability above which the first token of a lookup is worth more than the first token of a learned drafter, which
@@ -156,13 +157,18 @@ class DrafterStack(Drafter):
             )
 
     def _extended(self, ask: Ask, draft: Draft) -> Draft:
-        # For acceptance rules that draw, a chain must not mix drawn tokens with other tokens.
-        if not draft.tokens or ask.draws or draft.parents != (*range(len(draft.tokens)),):
+        """Return a learned drafter's draft with lookups at the end of its deepest path."""
+        # For acceptance rules that draw, a path must not mix drawn tokens with other tokens.
+        if not draft.tokens or ask.draws:
             return draft
-        own = len(draft.tokens)
+        rows = max(paths_of(draft).values(), key=len)
+        path = Draft.chain([draft.tokens[row - 1] for row in rows])
+        room = ask.budget.within(ask.budget.depth, ask.budget.nodes - len(draft.tokens) + len(rows))
         for drafter in self._drafters:
-            draft = drafter.extend(ask, draft) if drafter.free else draft
-        return replace(draft, lengthened=len(draft.tokens) - own)
+            path = drafter.extend(replace(ask, budget=room), path) if drafter.free else path
+        more = path.tokens[len(rows) :]
+        parents = (rows[-1], *range(len(draft.tokens) + 1, len(draft.tokens) + len(more)))[: len(more)]
+        return replace(draft, tokens=draft.tokens + more, parents=draft.parents + parents, lengthened=len(more))
 
     def observe(self, slot: int, verdict: Verdict, out: Mapping[Tap, Tensor]) -> None:
         for drafter in self._drafters:

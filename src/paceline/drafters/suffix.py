@@ -137,7 +137,7 @@ class Suffix(Drafter):
         # For acceptance rules that draw, the text depends on the drafts, so the drafts must not depend on the batch
         # size.
         free = 0 if ask.sure else -(-MIN_ROWS // (1 if ask.draws else together)) - 1
-        return grow(contexts, ask.budget, max(self._floor, ask.price), free)
+        return grow(contexts, ask.budget, max(self._floor, ask.price), free, ask.price)
 
 
 @dataclass(slots=True)
@@ -177,15 +177,18 @@ class _SuffixSlot:
         return [here, (memory, self.state, self.length)]
 
 
-def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int = MIN_ROWS - 1) -> Draft:
+def grow(
+    contexts: list[Context], budget: DraftBudget, floor: float, free: int = MIN_ROWS - 1, price: float = 0.0
+) -> Draft:
     """Return a draft that continues these contexts. The most probable nodes come first.
 
     Args:
         contexts: The contexts of the text.
         budget: Maximum size of the draft.
         floor: Minimum acceptance probability of a node.
-        free: Number of nodes to draft regardless of `floor`. They cost nothing, because a pass has at least `MIN_ROWS`
-            rows.
+        free: Number of first nodes for which `price` takes the place of `floor`. On torch they cost nothing, because a
+            pass has at least `MIN_ROWS` rows.
+        price: See `Ask.price`.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -201,7 +204,7 @@ def grow(contexts: list[Context], budget: DraftBudget, floor: float, free: int =
             break
         negative, _, token, parent, depth, contexts = heappop(heap)
         probability = -negative
-        if probability < floor and len(tokens) >= free:
+        if probability < (price if len(tokens) < free else floor):
             break
         contexts = [(source, *source.step(state, length, token)) for source, state, length in contexts]
         tokens.append(token)

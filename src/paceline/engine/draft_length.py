@@ -13,14 +13,13 @@ The cost model. A round of B requests with drafts of size s takes T(s) seconds a
   of drafts. Both are interpolated between measurements, and never decrease as the size grows (`Curve`). The additional
   cost of a pass with drafts is measured separately, as a ratio to a pass without drafts, because a machine's speed
   drifts.
-- A chain may end before its limit. The probability L(d) that it reaches length d is measured like P. V and D for a
-  limit are means over L. In a batch, D follows the longest chain, which reaches length d with probability 1 - (1 -
-  L(d))^B.
+- A draft may end before its limit. The probability L(d) that it reaches depth d is measured like P. V and D for a limit
+  are means over L. In a batch, D follows the deepest draft, which reaches depth d with probability 1 - (1 - L(d))^B.
 
 The best size has the lowest T(s) / E(s). If the drafter must first read q tokens of a request's text (its backlog), it
-drafts only if that pays: (T(nothing) - T(best) / E(best)) * r > B C q. C is the measured time per token of backlog, for
-which all B requests wait. r is the expected number of remaining tokens: either the rest of a reply of usual length or
-the number of tokens written so far, whichever is greater, but at most the length limit.
+drafts only if that pays: (T(nothing) - T(best) / E(best)) * r > R B C q. C is the measured time per token of backlog,
+for which all B requests wait. r is the expected number of remaining tokens: either the rest of a reply of usual length
+or the number of tokens written so far, whichever is greater, but at most the length limit.
 
 Trying another size loses an expected T(s) - E(s) * T(best) / E(best) seconds. A share S of all time is saved up for
 such tries. Another size is tried when these savings cover its expected loss.
@@ -48,8 +47,6 @@ _PRIOR_WEIGHT = 5.0
 """W: Weight of the prior in the usual acceptance, in rounds."""
 _USUAL_WEIGHT = 1.5
 """F: Weight of the usual acceptance in the estimate for a text, in rounds. It is small, because texts differ a lot."""
-_OTHER_SIZE = 0.2
-"""Weight of a round in the acceptance of trees of other sizes. It is small, because their acceptance differs."""
 _TRY_SHARE = 0.005
 """S: Share of the time that may be lost by trying sizes other than the best one."""
 _EARLY_ROUNDS, _EARLY_TRY_SHARE = 1000, 0.01
@@ -72,6 +69,10 @@ wait for the drafter to read the prompt if that takes longer than a plain round.
 _PRIOR_ROW_COST, _PRIOR_LEVEL_COST, _PRIOR_BACKLOG_COST = 0.03, 2.0, 0.04
 """Assumed relative costs, used until they have been measured: of each row of a pass, of each level of drafting, and of
 each token of backlog (as a share of a pass with one row)."""
+_PRICED_ROWS = 7
+"""Number of drafted rows over which the cost of a row is averaged. The first rows cost less than later ones."""
+_READING_MARGIN = 1.3
+"""R: How many times its own time catching up must be expected to save. Many replies are shorter than usual."""
 _LARGE_BACKLOG = 32
 """Backlog size, in tokens, at which catching up dominates drafting time."""
 
@@ -137,19 +138,18 @@ class _AcceptanceByDepth:
 class _BatchCosts:
     """The costs of drafting for a certain number of requests.
 
-    `drafting` holds the seconds of drafting by depth. For chains, this is the depth of the longest chain in the batch,
-    which is 0 if there was nothing to draft. `relative` holds the cost of a pass with drafts, relative to a pass
-    without drafts. Its index is the mean length of the chains, or the index of the tree's size.
+    `drafting` holds the seconds of drafting by the depth of the deepest draft in the batch, which is 0 if there was
+    nothing to draft. `relative` holds the cost of a pass with drafts, relative to a pass without drafts, by the mean
+    depth of the drafts.
     """
 
     def __init__(self, asked: int, sizes: Sequence[DraftBudget]) -> None:
         self.drafting = Curve(slope=_PRIOR_LEVEL_COST)
-        chains = sizes[-1].branch == 1
-        nodes = range(sizes[-1].nodes + 1) if chains else [size.nodes for size in sizes]
-        self.relative = [FadingMean(1.0 + _PRIOR_ROW_COST * asked * n) for n in nodes]
+        depths = range(sizes[-1].depth + 1)
+        self.relative = [FadingMean(1.0 + _PRIOR_ROW_COST * asked * depth) for depth in depths]
         """Cost of a pass with drafts, relative to a pass without drafts. It is measured if `seen` is True, and
         otherwise a guess."""
-        self.seen = [False] * len(nodes)
+        self.seen = [False] * len(depths)
         self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
         """For each size, the latest round that used it, and the number of rounds that used it."""
 
@@ -260,12 +260,9 @@ class Controller:
         self.sizes: list[DraftBudget] = _sizes(maximum)
         """The draft sizes to choose from, from no draft to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
-        # A longer chain begins with the tokens of a shorter one, so chains share their acceptance. A smaller tree has
-        # lower acceptance than a larger one.
-        self._chains = maximum.branch == 1
-        rates = _AcceptanceByDepth(maximum.depth, _PRIOR)
-        self._rates = [rates if self._chains else _AcceptanceByDepth(size.depth, _PRIOR) for size in self.sizes]
-        # A chain ends early if the text is hard to predict. Like its acceptance, its length therefore depends on the
+        # A deeper draft begins with the levels of a shallower one, so all sizes share their acceptance.
+        self._accepted = _AcceptanceByDepth(maximum.depth, _PRIOR)
+        # A draft ends early if the text is hard to predict. Like its acceptance, its depth therefore depends on the
         # text.
         self._drafted = _AcceptanceByDepth(maximum.depth, 1.0)
         # A pass that resumes at the layer where drafting stopped (early exit) takes less time for the same rows.
@@ -306,7 +303,7 @@ class Controller:
         # While the drafter catches up with one request, all requests of the round wait.
         wait = together * self._catch_up.value
         paying = [
-            (paces[0] - paces[best]) * self._ahead(r) > wait * r.unread
+            (paces[0] - paces[best]) * self._ahead(r) > _READING_MARGIN * wait * r.unread
             and (costs.drafting.known or r.written >= _SHORT_REPLY or wait * r.unread <= seconds[0])
             for r in requests
         ]
@@ -321,7 +318,8 @@ class Controller:
             at = 1
         budgets = [self.sizes[at if pays or tried else 0] for pays in paying]
         pace = together / paces[best] if known else 0.0
-        return DraftPlan(budgets, self._price(together), pace, asked, at, best, tried, saved, seconds[0], new)
+        price = self._price(together) * paces[0] / paces[best]
+        return DraftPlan(budgets, price, pace, asked, at, best, tried, saved, seconds[0], new)
 
     @property
     def _share(self) -> float:
@@ -335,16 +333,13 @@ class Controller:
         return min(request.remaining, likely) * self._share
 
     def _price(self, together: int) -> float:
-        """Return the cost of an additional row in a round of `together` requests, measured in tokens of plain decoding.
-
-        A node whose probability of acceptance is lower than the price does not pay off. The price is 0 until a pass has
-        been measured.
-        """
+        """Return the cost of an additional row for each of `together` requests, relative to a pass without drafts. It
+        is 0 until a pass has been measured."""
         passes = self._passes[False]
         if not passes.known:
             return 0.0
-        plain = passes.at(together)
-        return min(1.0, max(0.0, passes.at(2 * together) / plain - 1.0))
+        drafted = passes.at((1 + _PRICED_ROWS) * together)
+        return min(1.0, max(0.0, drafted / passes.at(together) - 1.0) / _PRICED_ROWS)
 
     def _try(self, best: int, losses: Sequence[float], costs: _BatchCosts) -> tuple[int, float]:
         """Return the index of the size to use, and the remaining savings. It is the best size, or another size if a try
@@ -418,8 +413,8 @@ class Controller:
     def _begin(self, share: float) -> None:
         """Expect the drafter's usual acceptance from texts that have just begun. `share`: Their share of all texts."""
         self._rest, self._pause = self._round, _MIN_TRY_GAP
-        for depths in {*self._rates, self._drafted}:
-            depths.forget(share)
+        self._accepted.forget(share)
+        self._drafted.forget(share)
 
     def _learn_pass(self, outcome: Outcome) -> None:
         self._save(outcome.drafting + outcome.verifying)
@@ -436,9 +431,9 @@ class Controller:
             if verdict.path:
                 self._rest, self._pause = self._round, _MIN_TRY_GAP
             if verdict.finish is None and not draft.unread:
-                self._learn_acceptance(min(len(verdict.path), draft.own), budget.depth, outcome.plan.size_index)
-                if self._chains:
-                    self._drafted.add(min(draft.own, budget.depth), budget.depth, 1.0, self._round)
+                depth = min(draft.own_depth, budget.depth)
+                self._accepted.add(min(len(verdict.path), depth), budget.depth, 1.0, self._round)
+                self._drafted.add(depth, budget.depth, 1.0, self._round)
 
     def _save(self, seconds: float) -> None:
         """Set a share of a round's time aside for tries."""
@@ -447,32 +442,24 @@ class Controller:
     def _learn_costs(self, outcome: Outcome) -> None:
         """Learn the costs of drafting and of the pass. If the drafter also read a large backlog, its time is used only
         to learn the cost of reading."""
-        drafts, resumed, at = outcome.drafts, outcome.resumed, outcome.plan.size_index
+        drafts, resumed, limit = outcome.drafts, outcome.resumed, self._depths[outcome.plan.size_index]
         reading = sum(draft.unread for draft in drafts)
-        costs, depth = self._costs_of(outcome.plan.asked), self._depths[at]
-        mean = sum(len(draft.tokens) for draft in drafts) / len(drafts)
-        place = round(mean) if self._chains else at
-        if not reading and (not self._chains or place <= depth):
-            whole = self._passes[resumed].at(outcome.together * (1.0 + mean))
-            costs.relative[place].add(whole / self._passes[False].at(outcome.together), self._round)
-            costs.seen[place] = True
-        if mean:
+        costs = self._costs_of(outcome.plan.asked)
+        nodes = sum(len(draft.tokens) for draft in drafts) / len(drafts)
+        depth = round(sum(draft.depth for draft in drafts) / len(drafts))
+        if not reading and depth <= limit:
+            whole = self._passes[resumed].at(outcome.together * (1.0 + nodes))
+            costs.relative[depth].add(whole / self._passes[False].at(outcome.together), self._round)
+            costs.seen[depth] = True
+        if nodes:
             self._resumed = resumed
-        if self._chains:
-            depth = min(max(draft.own for draft in drafts), depth)
+        depth = min(max(draft.own_depth for draft in drafts), limit)
         level, read = costs.drafting, sum(request.unread for request in outcome.requests) - reading
         if not reading and read < _LARGE_BACKLOG * len(drafts):
             level.add(depth, outcome.drafting, self._round)
         else:
             known = level.at(depth) if level.known else 0.0
             self._catch_up.add(max(0.0, outcome.drafting - known) / max(read, 1), self._round)
-
-    def _learn_acceptance(self, accepted: int, depth: int, at: int) -> None:
-        if self._chains:
-            self._rates[0].add(accepted, depth, 1.0, self._round)
-            return
-        for other, rates in enumerate(self._rates[1:], 1):
-            rates.add(accepted, depth, 1.0 if other == at else _OTHER_SIZE, self._round)
 
     # Estimates
 
@@ -486,31 +473,26 @@ class Controller:
     def _seconds(self, costs: _BatchCosts, together: int, asked: int, new: float) -> list[float]:
         """Return the expected seconds of a round for each size. `new`: Share of the texts that have just begun."""
         passes, first = self._passes[self._resumed], self._passes[False].at(together)
-        nodes, depths = [size.nodes for size in self.sizes], self._depths
-        if self._chains:
-            nodes = depths = [*range(depths[-1] + 1)]
-        measured = zip(costs.relative[1:], costs.seen[1:], nodes[1:], strict=True)
-        verifying = [
-            first,
-            *(first * cost.value if seen else passes.at(together * (1 + count)) for cost, seen, count in measured),
+        verifying = [first] + [
+            first * cost.value if seen else passes.at(together * (1 + depth))
+            for depth, (cost, seen) in enumerate(zip(costs.relative[1:], costs.seen[1:], strict=True), 1)
         ]
         # If only some of the requests get drafts, scale the cost up as if all requests did.
         known, share = costs.drafting.known, together / asked
-        drafting = [share * costs.drafting.at(depth) if known else 0.0 for depth in depths]
-        if self._chains:
-            # A chain may end early. Each level is drafted for all requests together, so the longest chain decides the
-            # cost of drafting.
-            probabilities = self._drafted.probabilities(self._round + 1, new)
-            verifying = self._of_chains(verifying, probabilities)
-            drafting = self._of_chains(drafting, [1.0 - (1.0 - probability) ** asked for probability in probabilities])
+        drafting = [share * costs.drafting.at(depth) if known else 0.0 for depth in range(len(verifying))]
+        # A draft may end early. Each level is drafted for all requests together, so the deepest draft decides the cost
+        # of drafting.
+        probabilities = self._drafted.probabilities(self._round + 1, new)
+        verifying = self._by_size(verifying, probabilities)
+        drafting = self._by_size(drafting, [1.0 - (1.0 - probability) ** asked for probability in probabilities])
         return [first, *(pass_ + draft for pass_, draft in zip(verifying[1:], drafting[1:], strict=True))]
 
-    def _of_chains(self, costs: Sequence[float], probabilities: Sequence[float]) -> list[float]:
+    def _by_size(self, costs: Sequence[float], probabilities: Sequence[float]) -> list[float]:
         """Return the expected cost for each size.
 
         Args:
-            costs: Cost of a chain, by length.
-            probabilities: Probability that a chain reaches each length.
+            costs: Cost of a draft, by depth.
+            probabilities: Probability that a draft reaches each depth.
         """
         ended = [
             0.0,
@@ -520,18 +502,20 @@ class Controller:
 
     def _tokens(self, new: float) -> list[float]:
         """Return the expected number of tokens per round for each size. `new`: See `_seconds`."""
-        if self._chains:
-            tokens = [*accumulate(self._rates[0].probabilities(self._round + 1, new))]
-            return [tokens[depth] for depth in self._depths]
-        # In truth, a larger tree never accepts fewer tokens than a smaller one. Measurements may differ by chance.
-        return [*accumulate((sum(rates.probabilities(self._round + 1, new)) for rates in self._rates), max)]
+        tokens = [*accumulate(self._accepted.probabilities(self._round + 1, new))]
+        return [tokens[depth] for depth in self._depths]
 
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
-    """Return the draft sizes from no draft to `maximum`. Each chain has two thirds of the length of the next chain.
-    Each tree has half the nodes of the next tree."""
-    sizes = [maximum]
-    while sizes[0].nodes > 1:
-        nodes = sizes[0].nodes * 2 // 3 if maximum.branch == 1 else sizes[0].nodes // 2
-        sizes.insert(0, maximum.within(min(maximum.depth, nodes), nodes))
-    return sizes if not maximum.nodes else [DraftBudget.chain(0), *sizes]
+    """Return the draft sizes from no draft to `maximum`. Each has two thirds of the depth of the next one. Its nodes
+    are reduced in proportion, but leave room for a path with siblings at its end."""
+    if not maximum.nodes:
+        return [maximum]
+    depths = [maximum.depth]
+    while depths[0] > 1:
+        depths.insert(0, depths[0] * 2 // 3)
+    sizes = [
+        maximum.within(depth, max(depth + maximum.branch - 1, -(-maximum.nodes * depth // maximum.depth)))
+        for depth in depths
+    ]
+    return [DraftBudget.chain(0), *sizes]
