@@ -424,7 +424,7 @@ class Controller:
 
     def _learn_drafts(self, outcome: Outcome) -> None:
         budgets, drafts = outcome.budgets, outcome.drafts
-        if all(budget == self.sizes[outcome.plan.size_index] for budget in budgets):
+        if all(budget.depth == self._depths[outcome.plan.size_index] for budget in budgets):
             # Do not learn costs from rounds with drafts that were shortened at the end of a text or of a cache block.
             self._learn_costs(outcome)
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
