@@ -37,12 +37,12 @@ class SavedStack(Saved):
 class DrafterStack(Drafter):
     """Asks several drafters in order. A later drafter is asked only for the requests that have no draft yet.
 
-    A lookup before a learned drafter proposes only if it is sure (`Ask.sure`). It also extends the learned drafter's
-    chain if it finds a match at the chain's end (`Drafter.extend`). All drafters observe every token, so each of them
-    can draft in any round. No drafter is asked for more than its own `draft` budget, because a lookup drafts for free,
-    but a draft model needs a pass per token. The stack's budget has room for the draft of any of its drafters. Lookups
-    and learned drafters are separate parts with their own budgets, because their costs are unrelated. A drafter may
-    belong to only one stack.
+    A lookup before a learned drafter proposes only if it is sure (`Ask.sure`). It also extends the deepest path of the
+    learned drafter's draft if it finds a match at the path's end (`Drafter.extend`). All drafters observe every token,
+    so each of them can draft in any round. No drafter is asked for more than its own `draft` budget, because a lookup
+    drafts for free, but a draft model needs a pass per token. The stack's budget has room for the draft of any of its
+    drafters. Lookups and learned drafters are separate parts with their own budgets, because their costs are unrelated.
+    A drafter may belong to only one stack.
 
     Args:
         drafters: The drafters, at least one.

@@ -78,10 +78,13 @@ class Curve:
         """True if at least one size has been measured."""
         return bool(self._points[0])
 
+    def measured(self, size: int) -> bool:
+        """Return True if a size has been measured."""
+        return _rounded(size) in self._points[0]
+
     def add(self, size: int, seconds: float, round: int) -> None:
         """Add a measurement. Large sizes are rounded, so that similar sizes share their measurements."""
-        step = 1 << max(0, size.bit_length() - 4)
-        size = -(-size // step) * step
+        size = _rounded(size)
         seen = self._seen.setdefault(size, FadingMean())
         seen.add(max(seconds, _MIN_SECONDS), round)
         sizes = self._points[0]
@@ -102,3 +105,8 @@ class Curve:
         low, high = sizes[after - 1 : after + 1]
         first, last = seconds[after - 1 : after + 1]
         return first + (last - first) * (size - low) / (high - low)
+
+
+def _rounded(size: int) -> int:
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step

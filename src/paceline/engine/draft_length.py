@@ -10,9 +10,9 @@ The cost model. A round of B requests with drafts of size s takes T(s) seconds a
   weight of recent rounds shrinks by the factor M per round, and to 0 when a new text begins. u(d) is the drafter's
   long-term share: the mean over its latest H rounds and W imaginary rounds with the value u(d - 1).
 - V is the time of a pass as a function of its rows. D is the time of drafting as a function of its depth and the number
-  of drafts. Both are interpolated between measurements, and never decrease as the size grows (`Curve`). The additional
-  cost of a pass with drafts is measured separately, as a ratio to a pass without drafts, because a machine's speed
-  drifts.
+  of drafts. Both are interpolated between measurements, and never decrease as the size grows (`Curve`).
+- A machine's speed drifts. All times are divided by the machine's current slowness, which follows the ratio of measured
+  to expected times of passes, so that times from different moments can be compared.
 - A draft may end before its limit. The probability L(d) that it reaches depth d is measured like P. V and D for a limit
   are means over L. In a batch, D follows the deepest draft, which reaches depth d with probability 1 - (1 - L(d))^B.
 
@@ -28,7 +28,7 @@ such tries. Another size is tried when these savings cover its expected loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -73,6 +73,9 @@ _PRICED_ROWS = 7
 """Number of drafted rows over which the cost of a row is averaged. The first rows cost less than later ones."""
 _READING_MARGIN = 1.3
 """R: How many times its own time catching up must be expected to save. Many replies are shorter than usual."""
+_PACE_SHARE, _PACE_LIMIT = 0.15, 1.5
+"""The exponent with which the machine's pace follows a pass that took longer or shorter than expected, and the maximum
+ratio of one pass."""
 _LARGE_BACKLOG = 32
 """Backlog size, in tokens, at which catching up dominates drafting time."""
 
@@ -278,6 +281,8 @@ class Controller:
         """Three rounds, counted from 1: the latest round, the latest try, and the last round of the current pause."""
         self._pause = _MIN_TRY_GAP
         """Length of the next pause, in rounds."""
+        self._slowness = 1.0
+        """How much longer than usual the machine takes at the moment. All stored times are divided by it."""
         self._saved = 0.0
         """Seconds that have been saved up for tries."""
         self._plain = 0.0
@@ -317,7 +322,7 @@ class Controller:
         if at > 1 and not costs.drafting.known and costs.tries[1] < _MIN_FIRST_DRAFTS:
             at = 1
         budgets = [self.sizes[at if pays or tried else 0] for pays in paying]
-        pace = together / paces[best] if known else 0.0
+        pace = together / (paces[best] * self._slowness) if known else 0.0
         price = self._price(together) * paces[0] / paces[best]
         return DraftPlan(budgets, price, pace, asked, at, best, tried, saved, seconds[0], new)
 
@@ -368,6 +373,7 @@ class Controller:
         if not outcome.drafts:
             return
         self._round += 1
+        outcome = self._at_usual_speed(outcome)
         self._count(outcome)
         self._learn_pass(outcome)
         if outcome.plan.size_index:
@@ -392,6 +398,16 @@ class Controller:
         if own + others:
             self._own.add(own, self._round)
             self._all.add(own + others, self._round)
+
+    def _at_usual_speed(self, outcome: Outcome) -> Outcome:
+        """Update the machine's slowness, and return the outcome with the times that it would have at the usual
+        speed."""
+        passes = self._passes[outcome.resumed]
+        if passes.measured(outcome.rows):
+            ratio = outcome.verifying / (self._slowness * passes.at(outcome.rows))
+            self._slowness *= min(max(ratio, 1.0 / _PACE_LIMIT), _PACE_LIMIT) ** _PACE_SHARE
+        drafting, verifying = outcome.drafting / self._slowness, outcome.verifying / self._slowness
+        return replace(outcome, drafting=drafting, verifying=verifying)
 
     def _count(self, outcome: Outcome) -> None:
         """Apply a plan that was carried out: its try, its savings, and the pause after a decision to draft nothing."""
