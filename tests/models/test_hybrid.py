@@ -89,4 +89,5 @@ def test_a_vision_model_runs_as_a_language_model(tmp_path: Path) -> None:
     tokens = text(9)
     caches = [model.new_cache() for model in (ours, again)]
     one, other = (feed(m, c, c.acquire(), tokens) for m, c in zip((ours, again), caches, strict=True))
-    assert torch.equal(one, other)
+    # On AMD, torch's float64 sums depend on where a weight lies in memory.
+    assert float((one - other).abs().max()) < 1e-12
