@@ -137,8 +137,8 @@ def test_stored_acceptance_applies_only_to_the_demo_model() -> None:
     [
         ("eagle3", [DraftBudget.chain(n) for n in (1, 2, 3, 4, 5)]),
         ("ngram", [DraftBudget.chain(n) for n in (1, 2, 4, 6, 10, 15)]),
-        ("suffix", [DraftBudget(n, n, 3) for n in (1, 3, 7, 15)]),
-        ("medusa", [DraftBudget(1, 1, 10), DraftBudget(3, 3, 10), DraftBudget(7, 4, 10)]),
+        ("suffix", [DraftBudget(n, d, 3) for n, d in ((3, 1), (4, 2), (6, 4), (8, 6), (12, 10), (15, 15))]),
+        ("medusa", [DraftBudget(3, 1, 10), DraftBudget(4, 2, 10), DraftBudget(7, 4, 10)]),
     ],
 )
 def test_stored_values_are_possible(drafter: str, sizes: list[DraftBudget]) -> None:
@@ -372,7 +372,7 @@ def test_the_command_gives_json() -> None:
     assert list(found["machine"]["pass_ms"]) == ["1", "2", "4", "8", "16", "32"]
     (part,) = found["drafters"]
     assert part["acceptance"] == "observed here, over 6 short replies"
-    assert set(part["draft_ms"]) == {"1x1x3", "3x3x3", "7x7x3", "15x15x3"}
+    assert set(part["draft_ms"]) == {"3x1x3", "4x2x3", "6x4x3", "8x6x3", "12x10x3", "15x15x3"}
     assert all(kind["ratio"] >= 1 for kind in part["kinds"].values())
     assert found["settings"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -197,6 +198,40 @@ def test_rows_of_a_level_follow_the_rows_of_the_level_before() -> None:
     assert rows.parents == ((-1, -1, 1, -1), (-1, 0, 0))
     alone = pack_level([replace(thin, row_of={ROOT: -1, 0: 0})], [8], [20], CPU)
     assert (alone.tokens.shape[1], alone.counts) == (MIN_ROWS, (2,))
+
+
+def test_second_choices_are_drafted_if_they_are_worth_their_rows() -> None:
+    """Nodes must be likelier than the price, and a second node of a level gets children only if these are likely."""
+
+    def tree(price: float) -> ScoredTree:
+        nodes = ScoredTree(DraftBudget(7, 3, 3), price=price)
+        nodes.grow(ROOT, Ranked([3, 4, 5], [math.log(p) for p in (0.5, 0.4, 0.1)]))
+        return nodes
+
+    assert tree(0.0).level(0) == [0, 1, 2]
+    assert tree(0.05).level(0) == [0, 1], "three children of node 2 would be accepted in 7% of cases"
+    assert tree(0.2).level(0) == [0]
+    assert tree(0.4).level(0) == []
+    assert [tree(price).draft().tokens for price in (0.05, 0.2, 0.45, 0.6)] == [(3, 4, 5), (3, 4), (3,), ()]
+
+
+def test_a_draft_model_drafts_a_chain_where_a_tree_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some draft models can feed only chains. With rules that draw, the shape of a tree would be fixed."""
+    drafter = DraftModel(Counted(), 37)
+    drafter.admit(0, [1, 2, 3])
+
+    def draft(rule: RuleName, budget: DraftBudget) -> Draft:
+        ask = ask_for(0, budget, Sampling(temperature=0.9, seed=1, rule=rule), [1, 2, 3])
+        return drafter.propose([ask])[0]
+
+    def is_chain(draft: Draft) -> bool:
+        return draft == Draft.chain(draft.tokens)
+
+    assert not is_chain(draft("match", drafter.draft))
+    assert is_chain(draft("rejection", drafter.draft))
+    assert not is_chain(draft("rejection", DraftBudget(9, 3, 3))), "a tree that was asked for"
+    monkeypatch.setattr(drafter._cache, "fit", lambda slot, budget: DraftBudget.chain(budget.depth))
+    assert is_chain(draft("match", drafter.draft))
 
 
 def drafted(pace: float, seconds: float, sampling: Sampling = _SAMPLING, draft: DraftBudget = _CHAIN) -> int:

@@ -270,6 +270,49 @@ def test_a_small_pass_never_costs_more_than_a_larger_pass() -> None:
     assert curve.at(20) == pytest.approx(4.0 * 3.0 / 2.6)
 
 
+def test_a_target_that_verifies_only_chains_teaches_costs_too() -> None:
+    """The cache limits the trees of such a target to chains."""
+    controller = Driven(DraftBudget(7, 7, 3))
+    for _ in range(20):
+        size = DraftBudget.chain(controller.choose().depth)
+        draft, verdict = Draft.chain((0,) * size.nodes), Verdict((), (0,))
+        controller.take([size], [draft], [verdict], 0.2 * size.depth, 1.0, 1, 1 + size.nodes)
+    assert controller._costs_of(1).drafting.known
+
+
+def test_a_pass_that_was_not_measured_lately_is_expected_to_take_longer_if_other_passes_do() -> None:
+    controller = Driven(DraftBudget.chain(4))
+
+    def drafts(count: int, slowness: float, rows: int = 5) -> None:
+        for _ in range(count):
+            controller.choose()
+            budget, draft = DraftBudget.chain(rows - 1), Draft.chain((0,) * (rows - 1))
+            verdict = Verdict(tuple(range(1, rows)), (0,) * rows)
+            controller.take([budget], [draft], [verdict], 0.1, slowness * (0.95 + 0.05 * rows), 1, rows)
+
+    drafts(20, 1.0, rows=1)
+    drafts(20, 1.0)
+    drafts(40, 2.0)
+    plain, drafted = (controller._passes[False].at(rows) * controller._slowness for rows in (1, 5))
+    assert drafted == pytest.approx(2.4, rel=0.1)
+    assert plain > 1.3, "1.0 was measured, but the machine is slower now"
+    assert plain < drafted
+
+
+def test_noise_does_not_change_what_an_unmeasured_pass_is_expected_to_take() -> None:
+    """Passes of one row are measured only at the beginning, and 300 noisy rounds of other passes follow."""
+    controller, dice = Driven(DraftBudget.chain(4)), random.Random(0)
+    for turn in range(320):
+        rows = 1 if turn < 20 else dice.choice((3, 4, 5))
+        controller.choose()
+        budget, draft = DraftBudget.chain(rows - 1), Draft.chain((0,) * (rows - 1))
+        verdict = Verdict(tuple(range(1, rows)), (0,) * rows)
+        seconds = (0.9 + 0.1 * rows) * (0.85 + 0.3 * dice.random())
+        controller.take([budget], [draft], [verdict], 0.1, seconds, 1, rows)
+    plain, drafted = (controller._passes[False].at(rows) for rows in (1, 4))
+    assert plain / drafted == pytest.approx(1 / 1.3, rel=0.1)
+
+
 def test_requests_without_drafts_do_not_prevent_learning() -> None:
     """Two requests share rounds, and one of them has no drafts. The other's drafts are still right or wrong."""
     for right, expected in ((True, 6), (False, 0)):

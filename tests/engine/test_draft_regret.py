@@ -28,7 +28,7 @@ class Prices:
 
 
 DRAFTERS = {
-    "draft model": Prices(DraftBudget.chain(8), 0.1, 0.26, 0.06),
+    "draft model": Prices(DraftBudget(7, 7, 3), 0.1, 0.26, 0.06),
     "smaller model": Prices(DraftBudget.chain(8), 0.05, 0.15, 0.03),
     "head": Prices(DraftBudget.chain(3), 0.05, 0.2, 0.015),
     "lookup": Prices(DraftBudget.chain(12), 0.08, 0.003, 0.0),

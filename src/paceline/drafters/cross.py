@@ -159,6 +159,9 @@ class TextDrafter(_CrossVocabularyDrafter[Retokenizer]):
     (docs/notes/drafters.md#drafting-across-tokenizers).
     """
 
+    # Siblings could become longer paths in target tokens than the main path, and use up its budget.
+    draft = DraftBudget.chain(8)
+
     def __init__(self, vocab_map: VocabMap) -> None:
         model = vocab_map.draft.target
         super().__init__(model, model.vocab_size, vocab_map, lambda: Retokenizer(vocab_map))

@@ -239,8 +239,9 @@ class TreeGrowth:
 class TreeDrafter(Drafter):
     """A drafter that grows trees level by level, with one pass per level for the whole batch.
 
-    Candidates are ranked with the sampler's noise, so the draft predicts the target's draws at any temperature. Each of
-    the best `branch` nodes of a level gets `branch` children, and the best `nodes` nodes of the tree are kept. The
+    Candidates are ranked with the sampler's noise, so the draft predicts the target's draws at any temperature. Up to
+    `branch` nodes of a level get `branch` children each, and the best `nodes` nodes of the tree are kept. With a price
+    (`Ask.price`), only nodes that are worth it are kept or get children. The
     rules `rejection` and `block` need drawn candidates instead. For these rules, the tree has a fixed shape, except
     that unlikely paths are not extended.
 
@@ -297,12 +298,10 @@ class TreeDrafter(Drafter):
 
     def _pays(self, growths: Sequence[TreeGrowth]) -> bool:
         """Return True if another level is worth its time, for all these trees together."""
-        # If a tree already has its maximum number of nodes, growing it adds no rows to verification, so the price does
+        # If a draft already has its maximum number of nodes, growing it adds no rows to verification, so the price does
         # not apply.
-        gain = sum(
-            growth.next_gain() - (growth.ask.price if len(growth.nodes.tokens) < growth.nodes.budget.nodes else 0.0)
-            for growth in growths
-        )
+        full = [len(growth.nodes.remaining(())) == growth.nodes.budget.nodes for growth in growths]
+        gain = sum(g.next_gain() - (0.0 if is_full else g.ask.price) for g, is_full in zip(growths, full, strict=True))
         return gain >= growths[0].ask.pace * (self._level_seconds or 0.0)
 
 

@@ -38,8 +38,8 @@ class SavedText(Saved):
 class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
     """Drafts with any `Target` that has the same vocabulary. Its device and dtype may differ from the target's."""
 
-    # On a CPU, passes of up to eight rows cost little more than one row. A sibling costs no time to draft, because its
-    # probability is known with its elder's (docs/notes/drafters.md#trees-of-a-draft-model).
+    # Siblings take no time to draft, because all tokens are scored together. Eight rows are two tiles of the CPU
+    # kernels (docs/notes/drafters.md#trees-of-a-draft-model).
     draft = DraftBudget(nodes=7, depth=7, branch=3)
 
     def __init__(self, model: Target, vocab_size: int, head_tokens: Tensor | None = None) -> None:
@@ -72,7 +72,12 @@ class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
         return replace(saved, cache=restored(self._cache, saved.cache))
 
     def limit(self, ask: Ask) -> DraftBudget:
-        return ask.budget.within(self._model.context_length - len(self._slots[ask.slot].token_ids))
+        state = self._slots[ask.slot]
+        budget = ask.budget.within(self._model.context_length - len(state.token_ids))
+        # Some draft models can feed only chains. For rules that draw, the default is a chain too, because the shape of
+        # a tree would be fixed.
+        chain = (ask.draws and ask.budget == self.draft) or self._cache.fit(state.cache_slot, budget).branch == 1
+        return DraftBudget.chain(min(budget.nodes, budget.depth)) if chain else budget
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         unread = [self._catch_up(ask) for ask in asks]

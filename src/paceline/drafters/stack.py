@@ -133,7 +133,7 @@ class DrafterStack(Drafter):
     def _fill(
         self, drafts: list[Draft], asks: Sequence[Ask], drafter: Drafter, part: int, later: int | None = None
     ) -> None:
-        """Ask a drafter for the drafts that are still empty, and let lookups extend its chains.
+        """Ask a drafter for the drafts that are still empty, and let lookups extend its drafts.
 
         Args:
             drafts: The drafts so far. They are changed in place.

@@ -72,10 +72,12 @@ each token of backlog (as a share of a pass with one row)."""
 _PRICED_ROWS = 7
 """Number of drafted rows over which the cost of a row is averaged. The first rows cost less than later ones."""
 _READING_MARGIN = 1.3
-"""R: How many times its own time catching up must be expected to save. Many replies are shorter than usual."""
-_PACE_SHARE, _PACE_LIMIT = 0.15, 1.5
-"""The exponent with which the machine's pace follows a pass that took longer or shorter than expected, and the maximum
-ratio of one pass."""
+"""R: Factor by which the expected saving must exceed the time of catching up, because many replies are shorter than
+usual."""
+_SPEED_SHARE, _MAX_SPEED_RATIO, _SPEED_DECAY = 0.15, 1.5, 0.99
+"""Share by which the estimate of the machine's slowness follows a pass that took a different time than expected, the
+maximum ratio of these two times, and the exponent by which the estimate returns to 1 in each round. Without the last
+one, noise would add up over many rounds."""
 _LARGE_BACKLOG = 32
 """Backlog size, in tokens, at which catching up dominates drafting time."""
 
@@ -148,11 +150,12 @@ class _BatchCosts:
 
     def __init__(self, asked: int, sizes: Sequence[DraftBudget]) -> None:
         self.drafting = Curve(slope=_PRIOR_LEVEL_COST)
-        depths = range(sizes[-1].depth + 1)
-        self.relative = [FadingMean(1.0 + _PRIOR_ROW_COST * asked * depth) for depth in depths]
+        self.nodes = [next(s.nodes for s in sizes if s.depth >= depth) for depth in range(sizes[-1].depth + 1)]
+        """Maximum number of nodes of a draft, by its depth."""
+        self.relative = [FadingMean(1.0 + _PRIOR_ROW_COST * asked * nodes) for nodes in self.nodes]
         """Cost of a pass with drafts, relative to a pass without drafts. It is measured if `seen` is True, and
         otherwise a guess."""
-        self.seen = [False] * len(depths)
+        self.seen = [False] * len(self.nodes)
         self.tried, self.tries = [0] * len(sizes), [0] * len(sizes)
         """For each size, the latest round that used it, and the number of rounds that used it."""
 
@@ -263,7 +266,7 @@ class Controller:
         self.sizes: list[DraftBudget] = _sizes(maximum)
         """The draft sizes to choose from, from no draft to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
-        # A deeper draft begins with the levels of a shallower one, so all sizes share their acceptance.
+        # The likeliest tokens of each depth belong to drafts of any size, so all sizes share their acceptance.
         self._accepted = _AcceptanceByDepth(maximum.depth, _PRIOR)
         # A draft ends early if the text is hard to predict. Like its acceptance, its depth therefore depends on the
         # text.
@@ -282,7 +285,7 @@ class Controller:
         self._pause = _MIN_TRY_GAP
         """Length of the next pause, in rounds."""
         self._slowness = 1.0
-        """How much longer than usual the machine takes at the moment. All stored times are divided by it."""
+        """Factor by which the machine is slower than usual at the moment. All stored times are divided by it."""
         self._saved = 0.0
         """Seconds that have been saved up for tries."""
         self._plain = 0.0
@@ -405,7 +408,8 @@ class Controller:
         passes = self._passes[outcome.resumed]
         if passes.measured(outcome.rows):
             ratio = outcome.verifying / (self._slowness * passes.at(outcome.rows))
-            self._slowness *= min(max(ratio, 1.0 / _PACE_LIMIT), _PACE_LIMIT) ** _PACE_SHARE
+            ratio = min(max(ratio, 1.0 / _MAX_SPEED_RATIO), _MAX_SPEED_RATIO)
+            self._slowness = (self._slowness * (1.0 + _SPEED_SHARE * (ratio - 1.0))) ** _SPEED_DECAY
         drafting, verifying = outcome.drafting / self._slowness, outcome.verifying / self._slowness
         return replace(outcome, drafting=drafting, verifying=verifying)
 
@@ -441,7 +445,7 @@ class Controller:
     def _learn_drafts(self, outcome: Outcome) -> None:
         budgets, drafts = outcome.budgets, outcome.drafts
         if all(budget.depth == self._depths[outcome.plan.size_index] for budget in budgets):
-            # Do not learn costs from rounds with drafts that were shortened at the end of a text or of a cache block.
+            # Do not learn costs from rounds with drafts that had to be shallower at the end of a text or cache block.
             self._learn_costs(outcome)
         for budget, draft, verdict in zip(budgets, drafts, outcome.verdicts, strict=True):
             if verdict.path:
@@ -489,9 +493,10 @@ class Controller:
     def _seconds(self, costs: _BatchCosts, together: int, asked: int, new: float) -> list[float]:
         """Return the expected seconds of a round for each size. `new`: Share of the texts that have just begun."""
         passes, first = self._passes[self._resumed], self._passes[False].at(together)
-        verifying = [first] + [
-            first * cost.value if seen else passes.at(together * (1 + depth))
-            for depth, (cost, seen) in enumerate(zip(costs.relative[1:], costs.seen[1:], strict=True), 1)
+        measured = zip(costs.relative[1:], costs.seen[1:], costs.nodes[1:], strict=True)
+        verifying = [
+            first,
+            *(first * cost.value if seen else passes.at(together * (1 + nodes)) for cost, seen, nodes in measured),
         ]
         # If only some of the requests get drafts, scale the cost up as if all requests did.
         known, share = costs.drafting.known, together / asked
@@ -524,14 +529,14 @@ class Controller:
 
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
     """Return the draft sizes from no draft to `maximum`. Each has two thirds of the depth of the next one. Its nodes
-    are reduced in proportion, but leave room for a path with siblings at its end."""
+    are reduced in proportion, but leave room for a path with two siblings."""
     if not maximum.nodes:
         return [maximum]
     depths = [maximum.depth]
     while depths[0] > 1:
         depths.insert(0, depths[0] * 2 // 3)
     sizes = [
-        maximum.within(depth, max(depth + maximum.branch - 1, -(-maximum.nodes * depth // maximum.depth)))
+        maximum.within(depth, max(depth + min(maximum.branch - 1, 2), -(-maximum.nodes * depth // maximum.depth)))
         for depth in depths
     ]
     return [DraftBudget.chain(0), *sizes]
