@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import paceline
 from paceline.checkpoints.model_config import read_config
-from paceline.drafters.base import Drafter
+from paceline.drafters.base import Ask, Drafter
 from paceline.drafters.model import DraftModel
 from paceline.drafters.ngram import NGram
 from paceline.drafters.suffix import Suffix
@@ -189,11 +190,18 @@ def test_an_adapter_that_drafts_for_itself_is_always_right(name: str) -> None:
         assert run(target, PROMPT, sampling, DraftModel(target, 37), DraftBudget(12, 4, 3))[2].tokens_per_round > 3
 
 
-def test_a_draft_model_that_takes_no_trees_says_so() -> None:
-    with pytest.raises(InvalidOption, match="tree"):
-        run(
-            adapter("GPT-2"), PROMPT, Sampling(max_new_tokens=9), DraftModel(adapter("Bloom"), 37), DraftBudget(9, 3, 3)
-        )
+def test_a_draft_model_that_takes_no_trees_drafts_chains() -> None:
+    target, sampling, drafted = adapter("GPT-2"), Sampling(max_new_tokens=9), list[Draft]()
+
+    class Noted(DraftModel):
+        def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+            drafted.extend(drafts := super().propose(asks))
+            return drafts
+
+    tokens = run(target, PROMPT, sampling, Noted(adapter("Bloom"), 37), DraftBudget(9, 3, 3))[0]
+    assert tokens == run(target, PROMPT, sampling)[0]
+    assert any(len(draft.tokens) == 3 for draft in drafted)
+    assert all(draft == Draft.chain(draft.tokens) for draft in drafted)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Bloom"])
