@@ -270,7 +270,7 @@ class _Chat:
         """Answer a message. Return True if there is an answer."""
         messages: list[dict[str, Any]] = [*self._messages, {"role": "user", "content": line}]
         if self._llm.engine.prefixes is None:
-            # Later turns begin with this one, and need not read it again.
+            # Each later prompt begins with the conversation so far.
             self._llm.engine.remember(prefix_room(None))
         try:
             text = self._reply(messages)

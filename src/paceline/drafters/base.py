@@ -221,7 +221,8 @@ class Drafter(ABC):
         """
 
     def extend(self, ask: Ask, draft: Draft) -> Draft:
-        """Return another drafter's chain, lengthened if this drafter can continue it at no cost."""
+        """Return a chain, lengthened if this drafter can continue it at no cost. `draft`: The deepest path of a learned
+        drafter's draft, as a chain."""
         return draft
 
     @abstractmethod

@@ -159,7 +159,7 @@ class TextDrafter(_CrossVocabularyDrafter[Retokenizer]):
     (docs/notes/drafters.md#drafting-across-tokenizers).
     """
 
-    # Siblings could become longer paths in target tokens than the main path, and use up its budget.
+    # In target tokens, a sibling's path may be longer than the likeliest path, and would then take nodes away from it.
     draft = DraftBudget.chain(8)
 
     def __init__(self, vocab_map: VocabMap) -> None:

@@ -112,7 +112,8 @@ class ScoredTree(DraftTree):
     def level(self, first: int) -> list[int]:
         nodes = self._best(self.budget.branch, range(first, len(self.tokens)))
         best = max(nodes, key=self.scores.__getitem__, default=ROOT)
-        # The expected token after a node must be worth its row. Children of a second node add up to `branch` rows.
+        # The likeliest node gets children if its likeliest child is expected to be worth a row. Any other node adds as
+        # many as `branch` rows, so it must be worth that many.
         row = self.price / _NEXT_ACCEPTANCE
         return [node for node in nodes if self._is_likelier(node, row if node == best else self.budget.branch * row)]
 
@@ -240,10 +241,10 @@ class TreeDrafter(Drafter):
     """A drafter that grows trees level by level, with one pass per level for the whole batch.
 
     Candidates are ranked with the sampler's noise, so the draft predicts the target's draws at any temperature. Up to
-    `branch` nodes of a level get `branch` children each, and the best `nodes` nodes of the tree are kept. With a price
-    (`Ask.price`), only nodes that are worth it are kept or get children. The
-    rules `rejection` and `block` need drawn candidates instead. For these rules, the tree has a fixed shape, except
-    that unlikely paths are not extended.
+    `branch` nodes of a level get `branch` children each, and the best `nodes` nodes of the tree are kept. If
+    `Ask.price` is above 0, nodes whose probability of acceptance does not exceed it are dropped, and a node needs a
+    higher probability to get children. The rules `rejection` and `block` need drawn candidates instead. For these
+    rules, the tree has a fixed shape, except that unlikely paths are not extended.
 
     If `Ask.pace` is known, another level is grown only if it is expected to yield more tokens than decoding would yield
     in the same time. If it is not known, a request's draft does not depend on the batch, unless its logits do.

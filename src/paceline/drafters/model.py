@@ -38,8 +38,8 @@ class SavedText(Saved):
 class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
     """Drafts with any `Target` that has the same vocabulary. Its device and dtype may differ from the target's."""
 
-    # Siblings take no time to draft, because all tokens are scored together. Eight rows are two tiles of the CPU
-    # kernels (docs/notes/drafters.md#trees-of-a-draft-model).
+    # One pass scores all tokens, so siblings cost almost nothing to draft. Seven nodes and the pending token make eight
+    # rows, which fill two tiles of the CPU kernels (docs/notes/drafters.md#trees-of-a-draft-model).
     draft = DraftBudget(nodes=7, depth=7, branch=3)
 
     def __init__(self, model: Target, vocab_size: int, head_tokens: Tensor | None = None) -> None:
@@ -74,8 +74,8 @@ class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
     def limit(self, ask: Ask) -> DraftBudget:
         state = self._slots[ask.slot]
         budget = ask.budget.within(self._model.context_length - len(state.token_ids))
-        # Some draft models can feed only chains. For rules that draw, the default is a chain too, because the shape of
-        # a tree would be fixed.
+        # Some caches accept only chains. Rules that draw need a tree of fixed shape, which would spend rows on unlikely
+        # siblings, so they get a chain by default.
         chain = (ask.draws and ask.budget == self.draft) or self._cache.fit(state.cache_slot, budget).branch == 1
         return DraftBudget.chain(min(budget.nodes, budget.depth)) if chain else budget
 

@@ -157,7 +157,7 @@ class DrafterStack(Drafter):
             )
 
     def _extended(self, ask: Ask, draft: Draft) -> Draft:
-        """Return a learned drafter's draft with lookups at the end of its deepest path."""
+        """Return a learned drafter's draft, with its deepest path extended by the lookups."""
         # For acceptance rules that draw, a path must not mix drawn tokens with other tokens.
         if not draft.tokens or ask.draws:
             return draft

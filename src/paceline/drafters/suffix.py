@@ -186,8 +186,8 @@ def grow(
         contexts: The contexts of the text.
         budget: Maximum size of the draft.
         floor: Minimum acceptance probability of a node.
-        free: Number of first nodes for which `price` takes the place of `floor`. On torch they cost nothing, because a
-            pass has at least `MIN_ROWS` rows.
+        free: Number of nodes, from the first, that need a probability of only `price` instead of `floor`. On the torch
+            path they cost nothing, because a pass is padded to `MIN_ROWS` rows.
         price: See `Ask.price`.
     """
     tokens: list[int] = []

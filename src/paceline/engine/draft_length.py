@@ -11,8 +11,8 @@ The cost model. A round of B requests with drafts of size s takes T(s) seconds a
   long-term share: the mean over its latest H rounds and W imaginary rounds with the value u(d - 1).
 - V is the time of a pass as a function of its rows. D is the time of drafting as a function of its depth and the number
   of drafts. Both are interpolated between measurements, and never decrease as the size grows (`Curve`).
-- A machine's speed drifts. All times are divided by the machine's current slowness, which follows the ratio of measured
-  to expected times of passes, so that times from different moments can be compared.
+- A machine's speed drifts. Measured times are divided by the machine's current slowness before they are stored, so that
+  times from different moments can be compared. The slowness follows the ratio of measured to expected times of passes.
 - A draft may end before its limit. The probability L(d) that it reaches depth d is measured like P. V and D for a limit
   are means over L. In a batch, D follows the deepest draft, which reaches depth d with probability 1 - (1 - L(d))^B.
 
@@ -72,12 +72,14 @@ each token of backlog (as a share of a pass with one row)."""
 _PRICED_ROWS = 7
 """Number of drafted rows over which the cost of a row is averaged. The first rows cost less than later ones."""
 _READING_MARGIN = 1.3
-"""R: Factor by which the expected saving must exceed the time of catching up, because many replies are shorter than
-usual."""
-_SPEED_SHARE, _MAX_SPEED_RATIO, _SPEED_DECAY = 0.15, 1.5, 0.99
-"""Share by which the estimate of the machine's slowness follows a pass that took a different time than expected, the
-maximum ratio of these two times, and the exponent by which the estimate returns to 1 in each round. Without the last
-one, noise would add up over many rounds."""
+"""R: Factor by which the expected saving must exceed the time of catching up, because many replies end before the
+expected length."""
+_SPEED_SHARE = 0.15
+"""Share of the relative difference between measured and expected time by which the slowness changes after a pass."""
+_MAX_SPEED_RATIO = 1.5
+"""Maximum ratio of measured to expected time. Its inverse is the minimum."""
+_SPEED_DECAY = 0.99
+"""Exponent that pulls the slowness back towards 1 after each such pass. Otherwise noise would accumulate."""
 _LARGE_BACKLOG = 32
 """Backlog size, in tokens, at which catching up dominates drafting time."""
 
@@ -266,7 +268,7 @@ class Controller:
         self.sizes: list[DraftBudget] = _sizes(maximum)
         """The draft sizes to choose from, from no draft to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
-        # The likeliest tokens of each depth belong to drafts of any size, so all sizes share their acceptance.
+        # The likeliest tokens at a depth are the same in drafts of any size, so all sizes share their acceptance.
         self._accepted = _AcceptanceByDepth(maximum.depth, _PRIOR)
         # A draft ends early if the text is hard to predict. Like its acceptance, its depth therefore depends on the
         # text.
@@ -285,7 +287,8 @@ class Controller:
         self._pause = _MIN_TRY_GAP
         """Length of the next pause, in rounds."""
         self._slowness = 1.0
-        """Factor by which the machine is slower than usual at the moment. All stored times are divided by it."""
+        """Factor by which the machine is slower than usual at the moment. Measured times are divided by it before they
+        are stored."""
         self._saved = 0.0
         """Seconds that have been saved up for tries."""
         self._plain = 0.0
@@ -341,8 +344,8 @@ class Controller:
         return min(request.remaining, likely) * self._share
 
     def _price(self, together: int) -> float:
-        """Return the cost of an additional row for each of `together` requests, relative to a pass without drafts. It
-        is 0 until a pass has been measured."""
+        """Return the mean cost of one more row for every request (`together` rows in all), relative to a pass without
+        drafts. It is 0 until a pass has been measured."""
         passes = self._passes[False]
         if not passes.known:
             return 0.0
