@@ -140,26 +140,9 @@ class Draft:
     part: int = field(default=0, compare=False)
     unread: int = field(default=0, compare=False)
 
-    @property
-    def depth(self) -> int:
-        """Depth of the tree."""
-        return _depth(self.parents)
-
-    @property
-    def own_depth(self) -> int:
-        """Depth of the tree without the tokens that lookups added."""
-        return _depth(self.parents[: len(self.parents) - self.lengthened])
-
     @staticmethod
     def chain(tokens: tuple[int, ...] | list[int]) -> Draft:
         return Draft(tuple(tokens), tuple(range(len(tokens))))
-
-
-def _depth(parents: Sequence[int]) -> int:
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return max(depths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

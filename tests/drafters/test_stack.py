@@ -14,6 +14,7 @@ from paceline.errors import InvalidOption
 from paceline.sampling.parameters import Sampling
 from paceline.sampling.sampler import RuleName
 from paceline.types import Draft, DraftBudget, Tap, Verdict
+from paceline.verify.tree import own_depth
 from tests.support.toys import ask_for
 
 BUDGET = DraftBudget.chain(3)
@@ -156,7 +157,7 @@ def test_a_lookup_continues_a_chain_where_a_match_begins(lookup: type[Drafter], 
     tree = Draft((15, 16), (0, 0))
     longer = stack._extended(ask_for(0, DraftBudget(9, 3, 2), sampling, text), tree)
     assert longer == (Draft((15, 16, 16, 17), (0, 0, 1, 3)) if rule == "match" else tree), "the first deepest path"
-    assert longer.own_depth == 1
+    assert own_depth(longer) == 1
     full = stack._extended(ask_for(0, DraftBudget(2, 3, 2), sampling, text), tree)
     assert full == tree, "two nodes use the whole budget"
     assert parts[0].free

@@ -181,6 +181,7 @@ def test_sizes_go_from_nothing_to_all() -> None:
     assert Driven(DraftBudget(7, 7, 3)).sizes[1:] == [DraftBudget(n, d, 3) for n, d in ((3, 1), (4, 2), (6, 4), (7, 7))]
     assert Driven(DraftBudget.chain(5)).sizes == [DraftBudget.chain(n) for n in (0, 1, 2, 3, 5)]
     assert Driven(DraftBudget.chain(0)).sizes == [DraftBudget.chain(0)]
+    assert Driven(DraftBudget(7, 0, 3)).sizes == [DraftBudget.chain(0)]
     assert {Driven(DraftBudget.chain(0)).choose() for _ in range(9)} == {DraftBudget.chain(0)}
 
 
@@ -280,19 +281,18 @@ def test_a_target_that_verifies_only_chains_teaches_costs_too() -> None:
     assert controller._costs_of(1).drafting.known
 
 
+def accepted_chain(controller: Driven, rows: int, seconds: float) -> None:
+    """Run a round whose chain is accepted, with a pass of `rows` rows that takes this time."""
+    controller.choose()
+    verdict = Verdict(tuple(range(1, rows)), (0,) * rows)
+    controller.take([DraftBudget.chain(rows - 1)], [Draft.chain((0,) * (rows - 1))], [verdict], 0.1, seconds, 1, rows)
+
+
 def test_a_pass_that_was_not_measured_lately_is_expected_to_take_longer_if_other_passes_do() -> None:
     controller = Driven(DraftBudget.chain(4))
-
-    def drafts(count: int, slowness: float, rows: int = 5) -> None:
+    for count, rows, slowness in ((20, 1, 1.0), (20, 5, 1.0), (40, 5, 2.0)):
         for _ in range(count):
-            controller.choose()
-            budget, draft = DraftBudget.chain(rows - 1), Draft.chain((0,) * (rows - 1))
-            verdict = Verdict(tuple(range(1, rows)), (0,) * rows)
-            controller.take([budget], [draft], [verdict], 0.1, slowness * (0.95 + 0.05 * rows), 1, rows)
-
-    drafts(20, 1.0, rows=1)
-    drafts(20, 1.0)
-    drafts(40, 2.0)
+            accepted_chain(controller, rows, slowness * (0.95 + 0.05 * rows))
     plain, drafted = (controller._passes[False].at(rows) * controller._slowness for rows in (1, 5))
     assert drafted == pytest.approx(2.4, rel=0.1)
     assert plain > 1.3, "1.0 was measured, but the machine is slower now"
@@ -304,11 +304,7 @@ def test_noise_does_not_change_what_an_unmeasured_pass_is_expected_to_take() -> 
     controller, dice = Driven(DraftBudget.chain(4)), random.Random(0)
     for turn in range(320):
         rows = 1 if turn < 20 else dice.choice((3, 4, 5))
-        controller.choose()
-        budget, draft = DraftBudget.chain(rows - 1), Draft.chain((0,) * (rows - 1))
-        verdict = Verdict(tuple(range(1, rows)), (0,) * rows)
-        seconds = (0.9 + 0.1 * rows) * (0.85 + 0.3 * dice.random())
-        controller.take([budget], [draft], [verdict], 0.1, seconds, 1, rows)
+        accepted_chain(controller, rows, (0.9 + 0.1 * rows) * (0.85 + 0.3 * dice.random()))
     plain, drafted = (controller._passes[False].at(rows) for rows in (1, 4))
     assert plain / drafted == pytest.approx(1 / 1.3, rel=0.1)
 

@@ -74,7 +74,7 @@ class Stretch(NamedTuple):
     Attributes:
         slot: Index of the slot in the pass.
         first: First row, counted from the slot's first row in the pass.
-        tree: The tree. The stretch consists of its rows from `tree.start` on.
+        tree: The tree. The stretch consists of its rows starting at `tree.start`.
         state: The state before the tree.
         earlier: Updates of the tree's earlier rows, each [start, ...]. None if there are none.
     """

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from paceline.engine.cost_model import Curve, FadingMean
 from paceline.types import Draft, DraftBudget, Verdict
+from paceline.verify.tree import depths, own_depth
 
 _DECAY, _PAUSE_DECAY = 0.97, 0.99
 """M: Factor by which the weight of a round's acceptance shrinks for each later round with a draft, and for each later
@@ -344,7 +345,7 @@ class Controller:
         return min(request.remaining, likely) * self._share
 
     def _price(self, together: int) -> float:
-        """Return the mean cost of one more row for every request (`together` rows in all), relative to a pass without
+        """Return the mean cost of adding a row to every request (`together` rows in all), relative to a pass without
         drafts. It is 0 until a pass has been measured."""
         passes = self._passes[False]
         if not passes.known:
@@ -454,7 +455,7 @@ class Controller:
             if verdict.path:
                 self._rest, self._pause = self._round, _MIN_TRY_GAP
             if verdict.finish is None and not draft.unread:
-                depth = min(draft.own_depth, budget.depth)
+                depth = min(own_depth(draft), budget.depth)
                 self._accepted.add(min(len(verdict.path), depth), budget.depth, 1.0, self._round)
                 self._drafted.add(depth, budget.depth, 1.0, self._round)
 
@@ -469,14 +470,14 @@ class Controller:
         reading = sum(draft.unread for draft in drafts)
         costs = self._costs_of(outcome.plan.asked)
         nodes = sum(len(draft.tokens) for draft in drafts) / len(drafts)
-        depth = round(sum(draft.depth for draft in drafts) / len(drafts))
+        depth = round(sum(max(depths(draft.parents)) for draft in drafts) / len(drafts))
         if not reading and depth <= limit:
             whole = self._passes[resumed].at(outcome.together * (1.0 + nodes))
             costs.relative[depth].add(whole / self._passes[False].at(outcome.together), self._round)
             costs.seen[depth] = True
         if nodes:
             self._resumed = resumed
-        depth = min(max(draft.own_depth for draft in drafts), limit)
+        depth = min(max(map(own_depth, drafts)), limit)
         level, read = costs.drafting, sum(request.unread for request in outcome.requests) - reading
         if not reading and read < _LARGE_BACKLOG * len(drafts):
             level.add(depth, outcome.drafting, self._round)
@@ -533,13 +534,13 @@ class Controller:
 def _sizes(maximum: DraftBudget) -> list[DraftBudget]:
     """Return the draft sizes from no draft to `maximum`. Each has two thirds of the depth of the next one. Its nodes
     are reduced in proportion, but leave room for a path with two siblings."""
-    if not maximum.nodes:
-        return [maximum]
-    depths = [maximum.depth]
-    while depths[0] > 1:
-        depths.insert(0, depths[0] * 2 // 3)
+    if not min(maximum.nodes, maximum.depth):
+        return [DraftBudget.chain(0)]
+    limits = [maximum.depth]
+    while limits[0] > 1:
+        limits.insert(0, limits[0] * 2 // 3)
     sizes = [
         maximum.within(depth, max(depth + min(maximum.branch - 1, 2), -(-maximum.nodes * depth // maximum.depth)))
-        for depth in depths
+        for depth in limits
     ]
     return [DraftBudget.chain(0), *sizes]

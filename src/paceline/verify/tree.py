@@ -35,6 +35,11 @@ def depths(parents: Sequence[int]) -> list[int]:
     return layout.depths((NONE, *parents))
 
 
+def own_depth(draft: Draft) -> int:
+    """Return the depth of a draft without the tokens that lookups added."""
+    return max(depths(draft.parents[: len(draft.parents) - draft.lengthened]))
+
+
 def check(draft: Draft) -> None:
     """Raise `InvalidOption` unless a draft is a tree whose siblings have different tokens."""
     if len(draft.tokens) != len(draft.parents):
