@@ -37,7 +37,7 @@ def speed(llm: paceline.LLM, threads: int, tokens: int) -> float:
 def main() -> None:
     args = _arguments()
     source = provenance(**{key: str(value) for key, value in vars(args).items()})
-    llm = paceline.load(args.model, drafter=None)
+    llm = paceline.load(args.model, drafter=None, prefix_memory=0)
     most = torch.get_num_threads()
     rows, found = [], {}
     for loops in args.loops:

@@ -253,7 +253,7 @@ def demo(run: Run) -> None:
     import paceline
 
     def one(drafter: str | None, exact: bool) -> dict[str, float]:
-        llm = paceline.load("demo", drafter=drafter, device=run.device.type, exact=exact)
+        llm = paceline.load("demo", drafter=drafter, device=run.device.type, exact=exact, prefix_memory=0)
         sampling = Sampling(max_new_tokens=run.args.tokens)
         for _ in range(2):
             done = llm.generate("Explain why the sky is blue, step by step.", sampling)

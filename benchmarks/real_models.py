@@ -45,7 +45,7 @@ def start_paceline(path: str, positions: int) -> tuple[float, Writer]:
     import paceline
 
     began = time.perf_counter()
-    llm = paceline.load(path, drafter=None)
+    llm = paceline.load(path, drafter=None, prefix_memory=0)
     seconds = time.perf_counter() - began
 
     def write_tokens(prompt: list[int], count: int) -> Iterator[int]:

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     halves = questions[: args.prompts], questions[args.prompts :]
     source = provenance(**vars(args))
     comparison = Comparison(args.drafters, temperatures=(args.temperature,), tokens=args.tokens, threads=args.threads)
-    llm = paceline.load(args.model, drafter=None)
+    llm = paceline.load(args.model, drafter=None, prefix_memory=0)
     found = predictions(llm, [q.text for q in halves[0]], comparison)
     systems = own_systems({"": llm}, comparison)
     answers = {system.name: answer for system, answer in systems.items()}

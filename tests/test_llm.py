@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -418,6 +419,36 @@ def test_weights_change_precision_and_presets_name_what_they_set(tmp_path: Path)
         paceline.load(tmp_path / "model", preset="slow")  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match="not available for model objects"):
         toy_llm().quantize("int8")
+
+
+def test_a_text_that_begins_like_an_earlier_one_is_read_from_there(tmp_path: Path) -> None:
+    _write_model(tmp_path / "model")
+    cached = {}
+    for memory in (1.0, 0):
+        llm = paceline.load(tmp_path / "model", dtype="float32", prefix_memory=memory)
+        llm.engine.__dict__["chunk_invariant"] = True  # on machines too where sums depend on the size of a pass
+        first = llm.generate([5, 6, 7, 8], max_new_tokens=6, temperature=0, ignore_eos=True)
+        second = llm.generate([5, 6, 7, 8, *first.token_ids, 9, 10], max_new_tokens=6, temperature=0)
+        assert first.stats.cached == 0
+        cached[memory] = second.stats.cached
+    assert cached[0] == 0
+    assert cached[1.0] >= 7
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prefix_memory": -1}, "prefix_memory must be a number of GiB, got -1"),
+        ({"prefix_memory": "1G"}, "prefix_memory must be a number of GiB, got '1G'"),
+        ({"prefix_memory": 0, "prefix_dir": "x"}, "prefix_dir needs memory and disk space"),
+        ({"prefix_disk": 0, "prefix_dir": "x"}, "prefix_dir needs memory and disk space"),
+        ({"prefix_disk": math.inf}, "prefix_disk must be a number of GiB, got inf"),
+        ({"tensor_parallel": True, "prefix_dir": "x"}, "prefix_dir does not support tensor parallelism"),
+    ],
+)
+def test_limits_of_cached_prefixes_are_checked_before_a_model_is_read(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidOption, match=said):
+        paceline.load("/no/model", **wrong)
 
 
 def test_keys_and_values_in_8_bits_take_less_memory_and_any_drafter_writes_one_text(tmp_path: Path) -> None:

@@ -50,10 +50,6 @@ if TYPE_CHECKING:
     from paceline.text.tokenizer import Tokenizer
 
 
-_PREFIX_MEMORY = 1 << 30
-"""Memory for the texts that `load(prefix_dir=...)` keeps, in bytes."""
-
-
 class LLM:
     """A target model with its tokenizer and its drafters. Create one with `load`.
 
@@ -468,6 +464,7 @@ def load(
     device_map: DeviceMap | None = None,
     draft_device_map: DeviceMap | None = None,
     chat_template: str | Path | None = None,
+    prefix_memory: float = 1.0,
     prefix_dir: str | Path | None = None,
     prefix_disk: float = 8.0,
     mmproj: str | Path | None = None,
@@ -521,10 +518,11 @@ def load(
         draft_device_map: The same for a draft model.
         chat_template: A Jinja file, the name of one of the model's templates (such as "tool_use"), or a template as
             text. It replaces the model's default template.
-        prefix_dir: A folder for the states of earlier prompts and replies. If a prompt begins like one of them, that
-            beginning is not run through the model again, even after a restart. The files contain the tokens of prompts
-            and replies, and only their owner can read them. The latest texts also stay in memory, up to 1 GiB. By
-            default, no text is kept.
+        prefix_memory: Memory for the states of earlier prompts and replies, in GiB. If a prompt begins like one of
+            them, such as the next turn of a conversation, that beginning is not run through the model again. The text
+            stays the same. 0 keeps nothing.
+        prefix_dir: A folder for these states, so that they outlive the process. The files contain the tokens of prompts
+            and replies, and only their owner can read them. By default, nothing is written.
         prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
         mmproj: The file with the vision tower of a GGUF model, in llama.cpp's format. The default is a file named
             "mmproj" in the model's folder.
@@ -555,6 +553,7 @@ def load(
         device_map=device_map,
         draft_device_map=draft_device_map,
         chat_template=chat_template,
+        prefix_memory=prefix_memory,
         prefix_dir=prefix_dir,
         prefix_disk=prefix_disk,
         mmproj=mmproj,
@@ -573,6 +572,7 @@ def _load(arguments: LoadArguments) -> LLM:
     check_precision(arguments.quantize)
     check_kv_type(arguments.kv_type)
     check_draft_vocab(arguments.draft_vocab)
+    prefix_limits = _prefix_limits(arguments)
     loaded = load_target(arguments, adapters)
     if arguments.chat_template is not None:
         loaded = replace(loaded, tokenizer=loaded.tokenizer.with_template(arguments.chat_template))
@@ -580,21 +580,25 @@ def _load(arguments: LoadArguments) -> LLM:
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
     llm._arguments = arguments if isinstance(arguments.model, (str, Path)) and not arguments.tensor_parallel else None
-    if arguments.prefix_dir is not None:
-        _keep_prefixes(llm, arguments)
+    llm.engine.remember(*prefix_limits)
     if arguments.exact:
         check_exact(llm.guarantee, loaded.target.device)
     return llm
 
 
-def _keep_prefixes(llm: LLM, arguments: LoadArguments) -> None:
-    """Give an LLM a prefix cache with a folder. Raise `InvalidOption` if an option does not allow that."""
+def _prefix_limits(arguments: LoadArguments) -> tuple[int, Path | None, int]:
+    """Return the arguments of `Engine.remember`. Raise `InvalidOption` if an argument of `load` is not valid."""
+    sizes = {"prefix_memory": arguments.prefix_memory, "prefix_disk": arguments.prefix_disk}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 <= size < math.inf:
+            raise InvalidOption(f"{name} must be a number of GiB, got {size!r}", "Use 1, for example")
+    memory, disk = (int(size * 2**30) for size in sizes.values())
+    if arguments.prefix_dir is None:
+        return memory, None, 0
     if arguments.tensor_parallel:
         raise InvalidOption(
             "prefix_dir does not support tensor parallelism", "Leave out prefix_dir, or use one process"
         )
-    size = arguments.prefix_disk
-    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
-        raise InvalidOption(f"prefix_disk must be a positive number of GiB, got {size!r}", "Use 8, for example")
-    assert arguments.prefix_dir is not None
-    llm.engine.remember(_PREFIX_MEMORY, Path(arguments.prefix_dir).expanduser(), int(size * 2**30))
+    if not (memory and disk):
+        raise InvalidOption("prefix_dir needs memory and disk space", "Set prefix_memory and prefix_disk above 0")
+    return memory, Path(arguments.prefix_dir).expanduser(), disk

@@ -59,20 +59,6 @@ def test_chat_keeps_its_history_and_forgets_it_when_told(asked: list[list[dict[s
     assert "\x1b" not in result.output
 
 
-def test_a_turn_does_not_read_the_earlier_turns_again(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, stream = [], LLM.stream
-
-    def noted(self: LLM, *args: Any, **options: Any) -> Any:
-        streams.append(stream(self, *args, **options))
-        return streams[-1]
-
-    monkeypatch.setattr(LLM, "stream", noted)
-    assert chat("one\ntwo\n").exit_code == 0
-    first, second = (one.completion.stats for one in streams)
-    assert first.cached == 0
-    assert second.cached > 0
-
-
 def test_a_conversation_shows_its_prompt_while_the_model_loads(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     typing, load = threading.Event(), LoadFlags.load
 

@@ -129,6 +129,24 @@ def test_a_chat_continues_where_it_ended(name: str) -> None:
     assert prefixes.queries == 13 + 36 + 59 + 82
 
 
+@pytest.mark.parametrize("result", [True, False])
+def test_a_single_reply_needs_no_check_of_the_target(result: bool) -> None:
+    checks: list[bool] = []
+
+    def check() -> bool:
+        checks.append(result)
+        return result
+
+    engine = CachedEngine(LONG, None, None, PrefixCache(PLENTY, check))
+    text = [i * i % 37 for i in range(2 * PREFILL_ROWS)]
+    text += run(LONG, text, Sampling(max_new_tokens=8), engine=engine)[0]
+    assert not checks
+    for _ in range(2):
+        run(LONG, [*text, 1, 2], Sampling(max_new_tokens=2), engine=engine)
+    assert checks == [result]
+    assert engine.cached[1] == (len(text) - 1 if result else PREFILL_ROWS)
+
+
 @some("name", [*DRAFTERS], fast=KINDS)
 def test_requests_that_run_together_share_their_beginning(name: str) -> None:
     engine = CachedEngine(TOY, DRAFTERS[name](), None, PrefixCache(PLENTY, chunk_invariant=True), name)

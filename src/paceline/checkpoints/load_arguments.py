@@ -50,6 +50,7 @@ class LoadArguments:
     device_map: DeviceMap | None
     draft_device_map: DeviceMap | None
     chat_template: str | Path | None
+    prefix_memory: float
     prefix_dir: str | Path | None
     prefix_disk: float
     mmproj: str | Path | None

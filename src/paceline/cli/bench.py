@@ -119,7 +119,8 @@ class BenchOptions:
         """Load the model at each precision. Precisions with the same weights share them."""
         import paceline.llm
 
-        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "progress": progress}
+        # Without a prefix cache, every prompt is read from its beginning.
+        where: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "prefix_memory": 0, "progress": progress}
         modes = self.precisions()
         loaded = {
             mode: paceline.llm.load(self.model, drafter=None, quantize=mode, **where) for mode in set(modes.values())

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from paceline.cli.background import Background
-from paceline.cli.cache_room import prefix_room
 from paceline.cli.commands import option, print_error
 from paceline.cli.images import data_url, read_images, saved_content
 from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
@@ -269,9 +268,6 @@ class _Chat:
     def _answer(self, line: str | list[dict[str, Any]]) -> bool:
         """Answer a message. Return True if there is an answer."""
         messages: list[dict[str, Any]] = [*self._messages, {"role": "user", "content": line}]
-        if self._llm.engine.prefixes is None:
-            # Each later prompt begins with the conversation so far.
-            self._llm.engine.remember(prefix_room(None))
         try:
             text = self._reply(messages)
         except PacelineError as error:

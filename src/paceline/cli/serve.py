@@ -538,7 +538,7 @@ def _announce(models: Models, has_keys: bool, quiet: bool, address: str) -> None
         about += f"{' and ' if about else ''}{others} model{'s' * (others > 1)} on request"
     say(f"ready: {about} at {address}/v1 and in a browser at {address}/")
     cache = sum(model.worker.limits.cache_positions * position_bytes(model.llm) for model in loaded)
-    prefixes = sum(model.worker.limits.prefix_bytes for model in loaded)
+    prefixes = sum(model.worker.limits.prefix_bytes or 0 for model in loaded)
     memory = f"memory: {amount(psutil.Process().memory_info().rss, 'bytes')}"
     _announce_prefixes(loaded)
     memory += f", and at most {amount(cache, 'bytes')} for keys, values and states" if cache else ""

@@ -118,7 +118,7 @@ class Engine:
         """Enable the prefix cache.
 
         Args:
-            limit: Maximum memory, in bytes.
+            limit: Maximum memory, in bytes. 0 disables the cache.
             folder: Folder for texts that do not fit into memory or that should outlive the process. None keeps the
                 folder of an earlier call, if there was one.
             disk: Maximum size of the folder, in bytes.
@@ -131,7 +131,10 @@ class Engine:
             target, drafters = self.target, {policy.name: policy.drafter for policy in self.policies}
             keyed = {name: (drafter_key(drafter, target), drafter) for name, drafter in drafters.items()}
             store = PrefixStore(folder, disk, target_key(target), self.cache, keyed)
-        self.prefixes = PrefixCache(limit, self.chunk_invariant, store)
+        if not limit:
+            self.prefixes = None
+            return
+        self.prefixes = PrefixCache(limit, self.chunk_invariant if store else partial(_check, ref(self)), store)
         if store:
             # `finalize` must not hold a reference to the cache itself. So a shallow copy, which shares the texts,
             # writes them when the cache is deleted or the process ends.
@@ -430,6 +433,13 @@ class Engine:
                 raise
         self.prefixes.clear()  # active requests have priority over cached texts
         return self._forward(rows, want)
+
+
+def _check(engine: ref[Engine]) -> bool:
+    """Return `Engine.chunk_invariant`, without keeping the engine in memory."""
+    own = engine()
+    assert own
+    return own.chunk_invariant
 
 
 def _release_deleted(engine: ref[Engine], slot: int, request: ref[Request]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,16 +63,24 @@ class PrefixCache:
         disk: The folder. None if texts are kept only in memory.
     """
 
-    def __init__(self, limit: int, chunk_invariant: bool = False, disk: PrefixStore | None = None) -> None:
+    def __init__(
+        self, limit: int, chunk_invariant: bool | Callable[[], bool] = False, disk: PrefixStore | None = None
+    ) -> None:
         """Make an empty cache.
 
         Args:
             limit: Maximum memory, in bytes. A text that leaves the cache holds memory until it has been written to
                 disk. Such texts count too, up to a quarter of the limit.
-            chunk_invariant: Result of `self_check.chunk_invariant` for the target.
+            chunk_invariant: Result of `self_check.chunk_invariant` for the target, or a function that returns it. The
+                function is called by the first search after a text was stored, because the check takes time, and a
+                process that generates a single reply does not need it.
             disk: The folder.
         """
-        self._limit, self._chunk_invariant, self.disk = limit, chunk_invariant, disk
+        self._limit, self.disk = limit, disk
+        self._check = chunk_invariant if callable(chunk_invariant) else None
+        self._chunk_invariant = self._check is not None or bool(chunk_invariant)
+        """True also while the result is not known. A text that is stored too early then takes memory, but `find`
+        returns only what the result allows."""
         self._entries: dict[CachedText, int] = {}
         """Text -> its size in bytes, least recently used first."""
         self.queries = self.hits = 0
@@ -94,6 +102,7 @@ class PrefixCache:
                 its state.
             adapter: The request's adapter. Only texts with the same adapter are found.
         """
+        self._run_check()
         text = np.asarray(tokens, np.int64)
         found, length = self._longest_prefix(reversed(self._entries), text, needs, adapter)
         hit = self._on_disk(text, needs, adapter, length)
@@ -162,7 +171,13 @@ class PrefixCache:
     def estimate_hit(self, tokens: Sequence[int]) -> int:
         """Estimate the number of tokens that `find` would return for a prompt, without counting as a use of the
         text."""
+        self._run_check()
         return self._longest_prefix(self._all_texts(), np.asarray(tokens, np.int64), None, None)[1]
+
+    def _run_check(self) -> None:
+        """Run the check for chunk invariance if there are texts and it has not run yet."""
+        if self._check and self._entries:
+            self._chunk_invariant, self._check = self._check(), None
 
     def _all_texts(self) -> list[CachedText]:
         """Return all texts, in memory and on disk."""

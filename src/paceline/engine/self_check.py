@@ -120,12 +120,14 @@ def chunk_invariant(target: Target, guarantee: Guarantee) -> bool:
 
     The pass may be a prompt chunk of any size, or a round. If the result is True, a text can continue from any other
     text with the same prefix (`prefix_cache.py`). The check feeds a prompt slightly longer than `BLOCK`, because sums
-    are split there, and a few other passes.
+    are split there, and a few other passes. Like `guarantee`, it runs the target's `excerpt` if there is one.
 
     Args:
         target: The target.
         guarantee: Result of the function `guarantee` for the target.
     """
+    if isinstance(target, Divisible):
+        target = target.excerpt()
     length = min(BLOCK + _MAX_PASS_ROWS, target.context_length - _MAX_PASS_ROWS)
     if guarantee != "bits" or length < 2 * _MAX_PASS_ROWS:
         return False

@@ -64,7 +64,7 @@ class WorkerLimits:
         queue: Maximum replies that wait for a slot.
         cache_positions: Maximum positions in the key-value cache, over all texts.
         prefill_quota: Maximum prompt tokens that are prefilled between two rounds.
-        prefix_bytes: Maximum bytes of the prefix cache.
+        prefix_bytes: Maximum bytes of the prefix cache. 0 disables it, and None leaves the LLM's own cache unchanged.
         state_positions: Number of cache positions that take as much memory as one recurrent state. 0 for models without
             recurrent states.
     """
@@ -73,7 +73,7 @@ class WorkerLimits:
     queue: int = 128
     cache_positions: int = 1 << 20
     prefill_quota: int = 128
-    prefix_bytes: int = 0
+    prefix_bytes: int | None = None
     state_positions: float = 0.0
 
 
@@ -252,7 +252,7 @@ class Worker:
         self.learner = learner
         self.llm, self.limits = llm, limits or WorkerLimits()
         self.default = default or llm.engine.policies.default
-        if self.limits.prefix_bytes:
+        if self.limits.prefix_bytes is not None:
             llm.engine.remember(self.limits.prefix_bytes)
         cache = llm.engine.cache
         rectangle = isinstance(cache, SlotTable) and cache.rectangle
