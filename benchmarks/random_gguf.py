@@ -3,7 +3,7 @@
 Tensor types are the same as in the model's most common file: Q4_K_M as llama.cpp's `llama-quantize` assigns types, or
 MXFP4 for the experts of gpt-oss and Q8_0 for the rest. Quantised values are random bytes. Scales give every matrix a
 mean of 0 and a standard deviation of 0.02, so that logits are finite. The tokenizer is a byte-level BPE of the real
-size with made-up merges. By default, the two large mixture-of-experts models have fewer layers, so that two copies fit
+size with made-up merges. By default, the large mixture-of-experts models have fewer layers, so that two copies fit
 into 20 GB of memory.
 
     python benchmarks/random_gguf.py llama-3.1-8b /tmp/llama-3.1-8b.gguf
@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Type = GGMLQuantizationType
-F32, BF16, Q4_K, Q6_K, Q8_0, MXFP4 = Type.F32, Type.BF16, Type.Q4_K, Type.Q6_K, Type.Q8_0, Type.MXFP4
+F32, BF16, Q4_K, Q6_K = Type.F32, Type.BF16, Type.Q4_K, Type.Q6_K
+Q5_0, Q8_0, MXFP4 = Type.Q5_0, Type.Q8_0, Type.MXFP4
 
 SPREAD = 0.02
 """Standard deviation of the weights."""
@@ -273,6 +274,54 @@ GEMMA_4_E4B = Model(
 )
 
 
+def _gemma_moe_layer(i: int, layers: int) -> Iterator[Part]:
+    slides, down = _slides(i, layers), Q8_0 if _more_bits(i, layers) == Q6_K else Q5_0  # blocks of 256 do not fit 704
+    size, kv = (256, 8) if slides else (512, 2)
+    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    yield from _norms(2816, *norms, "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")
+    yield from _norms(size, "attn_q_norm", "attn_k_norm")
+    values = _more_bits(i, layers)
+    yield from (x for x in _attention(2816, 16 * size, kv * size, values) if slides or x.name != "attn_v.weight")
+    yield from _mlp(2816, 2112, down)
+    yield Part("ffn_gate_inp.weight", (128, 2816))
+    yield Part("ffn_gate_inp.scale", (2816,))
+    yield Part("ffn_gate_up_exps.weight", (128, 2 * 704, 2816), Q4_K)
+    yield Part("ffn_down_exps.weight", (128, 2816, 704), down)
+    yield Part("ffn_down_exps.scale", (128,))
+    yield Part("layer_output_scale.weight", (1,))
+
+
+GEMMA_4_26B_A4B = Model(
+    "gemma4",
+    layers=12,  # of 30
+    hidden=2816,
+    vocab=262144,
+    fields={
+        **_heads(16, 8, 512),
+        "attention.key_length_swa": 256,
+        "attention.value_length_swa": 256,
+        "context_length": 262144,
+        "feed_forward_length": 2112,
+        "expert_count": 128,
+        "expert_used_count": 8,
+        "expert_feed_forward_length": 704,
+        "attention.sliding_window": 1024,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1000000.0,
+        "rope.freq_base_swa": 10000.0,
+        "rope.dimension_count": 512,
+        "rope.dimension_count_swa": 256,
+        "final_logit_softcapping": 30.0,
+    },
+    layer=_gemma_moe_layer,
+    top=lambda layers: [*_tables(262144, 2816, Q6_K, None), Part("rope_freqs.weight", (256,))],
+    fields_of_layers=lambda layers: {
+        "attention.head_count_kv": [8 if _slides(i, layers) else 2 for i in range(layers)],
+        "attention.sliding_window_pattern": [_slides(i, layers) for i in range(layers)],
+    },
+)
+
+
 def _qwen3_5_layer(i: int, layers: int) -> Iterator[Part]:
     yield from _norms(2560, "attn_norm", "post_attention_norm")
     if (i + 1) % 4 == 0:
@@ -321,6 +370,7 @@ MODELS = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "gpt-oss-20b": GPT_OSS_20B,
     "gemma-4-e4b": GEMMA_4_E4B,
+    "gemma-4-26b-a4b": GEMMA_4_26B_A4B,
     "qwen3.5-4b": QWEN3_5_4B,
 }
 
@@ -339,7 +389,7 @@ def _rms(values: Iterable[float]) -> float:
 _FOUR_BITS, _SIX_BITS, _SIGNED = range(16), range(64), range(-128, 128)
 _Q4_K_SCALE = SPREAD / _rms(_SIX_BITS) / _rms(q - 7.5 for q in _FOUR_BITS)
 _Q6_K_SCALE = SPREAD / _rms(_SIGNED) / _rms(q - 32 for q in _SIX_BITS)
-_Q8_0_SCALE = SPREAD / _rms(_SIGNED)
+_SCALES = {Q5_0: SPREAD / _rms(range(-16, 16)), Q8_0: SPREAD / _rms(_SIGNED)}
 _MXFP4_EXPONENT = 127 + round(math.log2(SPREAD / _rms([0, 0.5, 1, 1.5, 2, 3, 4, 6])))
 
 
@@ -356,8 +406,8 @@ def _blocks(kind: Type, count: int, dice: np.random.Generator) -> Bytes:
         blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
     elif kind == Q6_K:  # values, 16 signed scales, a float16 factor
         blocks[:, -2:] = _half(_Q6_K_SCALE)
-    elif kind == Q8_0:
-        blocks[:, :2] = _half(_Q8_0_SCALE)
+    elif kind in _SCALES:  # a float16 factor, values
+        blocks[:, :2] = _half(_SCALES[kind])
     else:
         assert kind == MXFP4, kind
         blocks[:, 0] = _MXFP4_EXPONENT

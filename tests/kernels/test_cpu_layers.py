@@ -32,6 +32,7 @@ from tests.support.native_models import (
     DELTA_NET,
     FULL,
     GEMMA4,
+    GEMMA4_MOE,
     GLM,
     GPT_OSS,
     MODELS,
@@ -102,6 +103,7 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
         "no size in whole lanes",
         "gemma3",
         GEMMA4,
+        GEMMA4_MOE,
         DELTA_NET,
         QWEN_MOE,
         "qwen2: biases",
@@ -128,6 +130,7 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
         "llama",
         "gemma2",
         GEMMA4,
+        GEMMA4_MOE,
         DELTA_NET,
         QWEN_MOE,
         "a mixture",
@@ -151,7 +154,7 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     *(
         (name, dtype, None)
-        for name in ("gemma2", GEMMA4, DELTA_NET, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
+        for name in ("gemma2", GEMMA4, GEMMA4_MOE, DELTA_NET, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
         for dtype in FLOATS
     ),
     *(

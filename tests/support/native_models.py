@@ -41,6 +41,7 @@ def plan(*windows: int | None) -> dict[str, Any]:
 GEMMA = {"norms": NormConfig(offset=1.0, after=True), "embed_scale": 8.0, "activation": "gelu_pytorch_tanh"}
 _LOCAL, _WIDE = LayerConfig(LOCAL, 7, head_dim=20), LayerConfig(FULL, kv_heads=1, head_dim=32, keys_as_values=True)
 GEMMA4 = "gemma4: token embeddings, keys of earlier layers, sizes by layer"
+GEMMA4_MOE = "gemma4 26b: experts beside a dense network, each with norms"
 DELTA = DeltaNetConfig(key_heads=2, heads=6, key_dim=24, value_dim=20, width=4)
 _DELTA = LayerConfig(None, recurrent=DELTA, attends=False)
 DELTA_NET = "qwen3.5: Gated DeltaNet, gated attention"
@@ -58,6 +59,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"norms": NormConfig(after=True, heads="shared", values=True), "attention": AttentionConfig(scale=0.1)},
         **{"activation": "gelu_pytorch_tanh", "layer_scale": True, "token_inputs": 24, "layers": 5},
         "special": (_LOCAL, _WIDE, _LOCAL, *(replace(x, source=i, ffn=150) for x, i in ((_LOCAL, 2), (_WIDE, 1)))),
+    },
+    GEMMA4_MOE: {
+        **{"norms": NormConfig(after=True, heads="shared", values=True), "attention": AttentionConfig(scale=0.1)},
+        **{"activation": "gelu_pytorch_tanh", "layer_scale": True, "ffn": 80, "layers": 3},
+        "mixture": MixtureConfig(9, 3, 52, normalised=True, with_dense=True),
+        "special": tuple(replace(layer, sparse=True) for layer in (_LOCAL, _WIDE, _LOCAL)),
     },
     DELTA_NET: {
         **{"family": "qwen3_5_text", "norms": NormConfig(heads="shared"), "attention": AttentionConfig(gated=True)},
@@ -146,11 +153,13 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
             tensors |= {f"{layer}self_attn.{x}_norm.weight": torch.ones(size) for x in "qk"}
         if c.norms.after:
             tensors |= {f"{layer}{x}_feedforward_layernorm.weight": torch.ones(c.hidden) for x in ("pre", "post")}
-        if c.mixture and c.plan[i].sparse:
+        if c.mixture and c.mixture.with_dense:
+            tensors |= experts_beside_dense(c, layer, draw)
+        elif c.mixture and c.plan[i].sparse:
             dense = {f"{layer}mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
             tensors = {name: x for name, x in tensors.items() if name not in dense}
             tensors |= experts_of(c, f"{layer}mlp.", draw)
-        if c.token_inputs:
+        if c.layer_scale:
             tensors = gemma4_layer(c, i, tensors, draw)
     if c.token_inputs:
         width, name = c.layers * c.token_inputs, "model.per_layer_model_projection.weight"
@@ -170,10 +179,12 @@ def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch
     lacks = ("k_proj", "v_proj", "k_norm") if own.source is not None else ("v_proj",) if own.keys_as_values else ()
     names = {f"{layer}self_attn.{name}.weight" for name in lacks}
     tensors = {name: x for name, x in tensors.items() if name not in names}
-    for name, size in (("per_layer_input_gate", shape), ("per_layer_projection", shape[::-1])):
-        tensors[f"{layer}{name}.weight"] = torch.randn(size, generator=draw) * 0.5 * size[1] ** -0.5
-    ones = {"post_per_layer_input_norm.weight": torch.ones(c.hidden), "layer_scalar": torch.ones(1)}
-    return tensors | {layer + name: x for name, x in ones.items()}
+    tensors[layer + "layer_scalar"] = torch.ones(1)
+    if c.token_inputs:
+        for name, size in (("per_layer_input_gate", shape), ("per_layer_projection", shape[::-1])):
+            tensors[f"{layer}{name}.weight"] = torch.randn(size, generator=draw) * 0.5 * size[1] ** -0.5
+        tensors[layer + "post_per_layer_input_norm.weight"] = torch.ones(c.hidden)
+    return tensors
 
 
 def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
@@ -214,6 +225,24 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
         tensors |= {f"{block}experts.{i}.{name}.bias": x for i in range(e.count) for name, x in biases.items()}
         tensors |= {f"{block}{e.router}.bias": torch.zeros(e.count)}
     return tensors | {f"{block}{e.router}.weight": torch.randn(e.count, c.hidden, generator=draw)}
+
+
+def experts_beside_dense(c: ModelConfig, layer: str, draw: torch.Generator) -> dict[str, Tensor]:
+    """Return the experts, the router and the norms that Gemma 4's mixture adds to a dense layer."""
+    e = c.mixture
+    assert e
+    norms = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+    tensors = {f"{layer}{name}.weight": torch.ones(c.hidden) for name in norms}
+    tensors |= {f"{layer}router.scale": torch.ones(c.hidden), f"{layer}router.per_expert_scale": torch.ones(e.count)}
+    tensors[f"{layer}router.proj.weight"] = torch.randn(e.count, c.hidden, generator=draw) * c.hidden**0.5
+    for name, shape in (
+        ("gate_proj", (e.ffn, c.hidden)),
+        ("up_proj", (e.ffn, c.hidden)),
+        ("down_proj", (c.hidden, e.ffn)),
+    ):
+        for number in range(e.count):
+            tensors[f"{layer}experts.{number}.{name}.weight"] = torch.randn(shape, generator=draw) * shape[1] ** -0.5
+    return tensors
 
 
 def native(

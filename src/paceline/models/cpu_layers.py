@@ -20,7 +20,7 @@ from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMat
 from paceline.kernels.linear import Linear
 from paceline.kernels.low_rank import Adapted, NativeAdapters, without_adapters
 from paceline.models.cpu_states import CDeltaNet, CStretch, KernelStates, delta_net, native_gates
-from paceline.models.layers import Attention, Dense, Layer, Mixture, SharedMixture
+from paceline.models.layers import Attention, Dense, Layer, Mixture, MixtureWithDense, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.recurrent import DeltaNet
@@ -56,6 +56,9 @@ class _CLayer(Structure):
         (c_int32, "gated_attention"),
         (POINTER(CDeltaNet), "delta"),
         (CMatrix, "shared_gate"),
+        (_Expert, "dense"),
+        (c_int32, "dense_ffn"),
+        (c_void_p, "expert_norm router_norm dense_post_norm expert_post_norm"),
     )
 
 
@@ -190,6 +193,7 @@ class NativeLayers:
             *(number * token_gate.out, keys, values, *place, rope),
             *(heads, *map(self._adapters_of, _adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
             *(self._delta_net(mixer), _matrix(parts.shared_gate)),
+            *(*_dense_beside_experts(parts.dense), *map(self._pointer, _expert_norms(layer))),
         )
 
     def _heads(self, parts: _NativeParts, spec: LayerAttention | None) -> tuple[int, int, int, CHeads]:
@@ -302,6 +306,7 @@ class _NativeParts(NamedTuple):
         qkv: First projection of the mixer.
         out: Output projection of the mixer.
         networks: The feed-forward network, or all experts. A shared expert comes last.
+        dense: A dense network in parallel with the experts, or None.
         moe: The mixture of experts. None in a dense layer.
         router: The router of `moe`.
         shared_gate: Computes the weight of the shared expert. None if the weight is 1.
@@ -313,6 +318,7 @@ class _NativeParts(NamedTuple):
     qkv: NativeLinear
     out: NativeLinear
     networks: list[_NativeMLP]
+    dense: _NativeMLP | None
     moe: Mixture | None
     router: NativeLinear | None
     shared_gate: NativeLinear | None
@@ -339,12 +345,14 @@ def _native_parts(layer: Layer) -> _NativeParts | None:
     if linears is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
         return None
     networks = _native_networks(dense, moe is not None)
-    if networks is None:
+    beside = _native_networks([mlp.dense], True) if isinstance(mlp, MixtureWithDense) else []
+    if networks is None or beside is None or len({one.gated.activation for one in (*networks, *beside)}) > 1:
         return None
     qkv, out, *token_linears = linears
     token_gate, token_out = token_linears or (None, None)
     router, shared_gate = [*routers, None, None][:2]
-    return _NativeParts(mixer, qkv, out, networks, moe, router, shared_gate, token_gate, token_out)
+    beside_experts = beside[0] if beside else None
+    return _NativeParts(mixer, qkv, out, networks, beside_experts, moe, router, shared_gate, token_gate, token_out)
 
 
 def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeMLP] | None:
@@ -392,7 +400,8 @@ def _matrix(linear: NativeLinear | None) -> CMatrix:
 def _norms(layer: Layer, mixer: Attention | DeltaNet) -> list[Tensor | None]:
     """Return the weights of a layer's norms, in the order of layer.h."""
     post, token = layer.post_norms or (None, None), layer.token_input
-    norms = [layer.mixer_norm, post[0], layer.mlp_norm, post[1], token.norm if token else None]
+    mlp_norm = layer.mlp.before[0] if isinstance(layer.mlp, MixtureWithDense) else layer.mlp_norm
+    norms = [layer.mixer_norm, post[0], mlp_norm, post[1], token.norm if token else None]
     heads: list[Tensor | None] = [None, None, None]
     if isinstance(mixer, Attention):
         qk = [mixer.norm.weight[0], mixer.norm.weight[-1]] if isinstance(mixer.norm, HeadNorm) else [None, None]
@@ -400,15 +409,29 @@ def _norms(layer: Layer, mixer: Attention | DeltaNet) -> list[Tensor | None]:
     return [*(norm.weight if norm else None for norm in norms), *heads]
 
 
+def _dense_beside_experts(dense: _NativeMLP | None) -> tuple[_Expert, int]:
+    """Return the structure and the width of the dense network in parallel with the experts, or an empty structure."""
+    return (_Expert(dense.gate_up.matrix.c, dense.down.matrix.c), dense.gated.out) if dense else (_Expert(), 0)
+
+
+def _expert_norms(layer: Layer) -> list[Tensor | None]:
+    """Return the weights of the norms that only a mixture with a dense network has, in the order of layer.h."""
+    if not isinstance(layer.mlp, MixtureWithDense):
+        return [None] * 4
+    return [norm.weight for norm in (*layer.mlp.before[1:], *layer.mlp.after)]
+
+
 def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
     """Return the mixture of experts in a feed-forward block (None in a dense block), and all networks of the block.
     Return None if the kernels cannot run the block."""
     if isinstance(mlp, Dense):
         return None, [mlp]
-    moe, shared = (mlp.experts, [mlp.shared]) if isinstance(mlp, SharedMixture) else (mlp, [])
+    moe, shared = (mlp.experts if isinstance(mlp, MixtureWithDense) else mlp), list[Dense]()
+    if isinstance(mlp, SharedMixture):
+        moe, shared = mlp.experts, [mlp.shared]
     if not isinstance(moe, Mixture) or moe.weighs_inputs:
         return None
-    plain_softmax = moe.bias is None and moe.scales is None and moe.groups is None
+    plain_softmax = moe.bias is None and moe.groups is None
     return (moe, [*moe.experts, *shared]) if plain_softmax or moe.sigmoid else None
 
 

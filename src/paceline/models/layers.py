@@ -255,12 +255,12 @@ class MixtureWithDense:
     ) -> None:
         """`before`: Input norms of the dense network, the experts and the router. `after`: Output norms of the dense
         network and the experts."""
-        self._dense, self._experts, self._before, self._after = dense, experts, before, after
+        self.dense, self.experts, self.before, self.after = dense, experts, before, after
 
     def __call__(self, x: Tensor) -> Tensor:
-        dense, experts, router = (norm(x) for norm in self._before)
-        first, second = self._after
-        return first(self._dense(dense)) + second(self._experts(experts, router))
+        dense, experts, router = (norm(x) for norm in self.before)
+        first, second = self.after
+        return first(self.dense(dense)) + second(self.experts(experts, router))
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual + self(x)."""

@@ -43,8 +43,14 @@ struct Layer {
     const DeltaNet* delta;    // the mixer if it is Gated DeltaNet, or null. `qkv` is then its first projection
     // Computes the weight of the shared expert. Its kind is the router's. `shared_gate.out` is 0 if the weight is 1.
     Matrix shared_gate;
+    // A dense network in parallel with the mixture of experts; `dense.down.out` is 0 if there is none. `mlp_norm` is then the norm of its
+    // input, and the experts, the router and both outputs have the other norms.
+    Expert dense;
+    int32_t dense_ffn;
+    const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
 
     bool is_moe() const { return routing.count() > 1; }
+    bool has_dense() const { return dense.down.out > 0; }
 
     // Elements of a row of the mixer's output, with padded heads.
     int query_width() const { return heads.query_heads * heads.padded_dim; }
@@ -96,6 +102,7 @@ struct Scratch {
     std::vector<float> mixer_input;                                  // of the first layer, if it is not the normed stream [rows, *]
     std::vector<float> queries, mixer_output;                        // [rows, query heads, padded_dim]; queries after norm and rotation
     std::vector<float> addend;                                       // output of mixer or feed-forward, added to the stream [rows, hidden]
+    std::vector<float> dense_output;                                 // of the dense network beside the experts, normalised [rows, hidden]
     std::vector<float> router_logits, expert_weights, shared_gates;  // [rows, *]
     std::vector<float> partials;                                     // of attention [rows, query heads, blocks, partial_size]
     std::vector<float> lora_hidden;                                  // A x of the current linear layer [rows, max_rank]
@@ -121,6 +128,10 @@ struct Scratch {
         grow(ffn_hidden, rows, padded_size(l.token_gate.out));
         if (l.token_gate.out) mlp_input.reserve(rows, l.token_gate), down_input.reserve(rows, l.token_out);
         if (!l.is_moe()) return;
+        if (l.has_dense()) {
+            grow(dense_output, rows, padded_size(l.hidden)), grow(ffn_hidden, rows, padded_size(l.dense_ffn));
+            mlp_input.reserve(rows, l.dense.gate_up), down_input.reserve(rows, l.dense.down);
+        }
         grow(router_logits, rows, 3 * l.routing.padded_experts());
         grow(expert_weights, rows, l.routing.per_row()), grow(chosen, rows, l.routing.per_row());
         router_input.reserve(rows, l.router), grow(shared_gates, rows, padded_size(l.shared_gate.out));
@@ -158,12 +169,14 @@ class LayerTask {
         each_row([&](int row, ThreadScratch& local) {
             add_to_stream(row, l.mixer_post_norm, l.residual_scale, false);
             const float* x = normed_row(row, l.mlp_norm, local);
-            set_input(s.mlp_input, l.experts->gate_up, row, x, l.gate_up_adapters);
-            if (l.is_moe()) set_input(s.router_input, l.router, row, x, nullptr);
+            set_input(s.mlp_input, l.has_dense() ? l.dense.gate_up : l.experts->gate_up, row, x, l.gate_up_adapters);
+            if (l.is_moe() && !l.has_dense()) set_input(s.router_input, l.router, row, x, nullptr);
         });
+        if (l.has_dense() && !run_dense()) return false;
         route();
-        feed_forward();
+        feed_forward({l.experts, l.ffn, l.is_moe()});
         if (!all_reduce()) return false;
+        if (l.has_dense()) each_row([&](int row, ThreadScratch&) { add_dense_output(row); });
         each_row([&](int row, ThreadScratch&) {
             add_to_stream(row, l.mlp_post_norm, l.residual_scale, !adds_tokens);
             if (adds_tokens) set_token_input(row);
@@ -173,6 +186,13 @@ class LayerTask {
     }
 
    private:
+    // The networks of a feed-forward block: a dense one, or experts whose results are weighted.
+    struct Networks {
+        const Expert* each;
+        int ffn;
+        bool are_experts;
+    };
+
     const Layer& l;
     const Pass& pass;
     Scratch& s;
@@ -327,56 +347,77 @@ class LayerTask {
         s.routes.assign(l.routing.count(), rows, l.routing.per_row(), l.is_moe() ? s.chosen.data() : nullptr, s.expert_weights.data());
     }
 
-    void feed_forward() {
+    // Runs the dense network beside the experts, and sets the inputs of the experts and the router. Returns false if the all-reduce fails.
+    bool run_dense() {
+        s.routes.assign(1, rows, 1, nullptr, nullptr);
+        feed_forward({&l.dense, l.dense_ffn, false});
+        if (!all_reduce()) return false;
+        each_row([&](int row, ThreadScratch& local) {
+            normed(&s.dense_output[int64_t(row) * hidden], addend(row), l.dense_post_norm, l.hidden, l.eps);
+            set_input(s.mlp_input, l.experts->gate_up, row, normed_row(row, l.expert_norm, local), nullptr);
+            set_input(s.router_input, l.router, row, normed_row(row, l.router_norm, local), nullptr);
+        });
+        return true;
+    }
+
+    // Adds the output of the dense network to the normalised output of the experts.
+    void add_dense_output(int row) {
+        float* y = addend(row);
+        normed(y, y, l.expert_post_norm, l.hidden, l.eps);
+        for (int i = 0; i < hidden; i += LANES) store(y + i, load<Floats>(&s.dense_output[int64_t(row) * hidden + i]) + load<Floats>(y + i));
+    }
+
+    void feed_forward(const Networks& networks) {
         // The threads share units of two pairs of blocks: 32 gates and 32 ups. The units of one expert follow each other.
-        const int pairs = blocks_of(l.experts->gate_up) / 2, each = (pairs + 1) / 2;
+        const int pairs = blocks_of(networks.each->gate_up) / 2, each = (pairs + 1) / 2;
         team.split(s.routes.count() * each, [&](Range units, int thread) {
             for (int unit = units.from, count; unit < units.to; unit += count) {
                 const int first = unit % each;
                 count = std::min(each - first, units.to - unit);
-                compute_gate_up(unit / each, {2 * first, std::min(2 * (first + count), pairs)}, locals[thread].expert_input);
+                const Range part{2 * first, std::min(2 * (first + count), pairs)};
+                compute_gate_up(networks, unit / each, part, locals[thread].expert_input);
             }
         });
         if (l.down_adapters && pass.adapters) {
-            const int width = padded_size(l.ffn);
+            const int width = padded_size(networks.ffn);
             each_row([&](int row, ThreadScratch&) { shrink(l.down_adapters, row, &s.ffn_hidden[int64_t(row) * width], width); });
         }
-        team.split(blocks_of(l.experts->down), [&](Range blocks, int) { add_down(blocks); });
+        team.split(blocks_of(networks.each->down), [&](Range blocks, int) { add_down(networks, blocks); });
     }
 
     // Computes these blocks of the down projection. Adds the results of the experts in the order of their numbers.
-    void add_down(Range blocks) {
-        for (int row = 0; row < rows && l.is_moe(); row++)
+    void add_down(const Networks& networks, Range blocks) {
+        for (int row = 0; row < rows && networks.are_experts; row++)
             std::fill(addend(row) + blocks.from * LANES, addend(row) + blocks.to * LANES, 0.0f);
         for (int i = 0; i < s.routes.count(); i++) {
             const Range entries = s.routes.of(i);
-            product(blocks, l.experts[s.routes.active[i]].down, s.down_input, entries, [&](int entry, int at, Floats y) {
+            product(blocks, networks.each[s.routes.active[i]].down, s.down_input, entries, [&](int entry, int at, Floats y) {
                 const int row = s.routes.rows[entries.from + entry];
                 float* to = addend(row) + at;
                 const float weight = s.routes.weights[entries.from + entry];
-                store(to, l.is_moe() ? fma(y, all(weight), load<Floats>(to)) : plus_adapter(l.down_adapters, row, at, y));
+                store(to, networks.are_experts ? fma(y, all(weight), load<Floats>(to)) : plus_adapter(l.down_adapters, row, at, y));
             });
         }
     }
 
     // Computes the gate and up projections and the activation of the i-th active expert, for these pairs of gate and up blocks.
-    void compute_gate_up(int i, Range pairs, Inputs& expert_input) {
+    void compute_gate_up(const Networks& networks, int i, Range pairs, Inputs& expert_input) {
         const Routes& routes = s.routes;
-        const Expert& expert = l.experts[routes.active[i]];
+        const Expert& expert = networks.each[routes.active[i]];
         const Range entries = routes.of(i);
-        const int count = entries.to - entries.from, width = padded_size(l.ffn);
+        const int count = entries.to - entries.from, width = padded_size(networks.ffn);
         const bool gathers = count < rows;  // only some rows chose this expert
         for (int entry = 0; gathers && entry < count; entry++)
             expert_input.copy({0, count}, entry, expert.gate_up, s.mlp_input, {0, rows}, routes.rows[entries.from + entry]);
         auto hidden_of = [&](int entry) { return &s.ffn_hidden[int64_t(entries.from + entry) * width]; };
-        const LowRank* adapters = l.is_moe() ? nullptr : l.gate_up_adapters;  // adapters change no expert; in a dense network, entries are rows
+        const LowRank* adapters = networks.are_experts ? nullptr : l.gate_up_adapters;  // adapters change no expert; in a dense network, entries are rows
         paired_product(pairs, expert.gate_up, gathers ? expert_input : s.mlp_input, count, [&](int entry, int at, Floats gate, Floats up) {
             gate = plus_adapter(adapters, entry, 2 * at, gate), up = plus_adapter(adapters, entry, 2 * at + LANES, up);
             store(hidden_of(entry) + at, gated(l.activation, gate, up));
         });
         for (int entry = 0; entry < count; entry++) {
             float* x = hidden_of(entry);
-            if (pairs.to * LANES > l.ffn) std::fill(x + l.ffn, x + width, 0.0f);
+            if (pairs.to * LANES > networks.ffn) std::fill(x + networks.ffn, x + width, 0.0f);
             s.down_input.set(entries, entry, expert.down, x, width, pairs.from * LANES, pairs.to * LANES);
         }
     }
