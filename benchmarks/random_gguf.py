@@ -365,6 +365,103 @@ QWEN3_5_4B = Model(
     top=lambda layers: _tables(248320, 2560, Q6_K, None),
 )
 
+
+def _glm_layer(i: int, layers: int) -> Iterator[Part]:
+    values = _more_bits(i, layers)
+    yield from _norms(2048, "attn_norm", "ffn_norm")
+    yield from (*_norms(768, "attn_q_a_norm"), *_norms(512, "attn_kv_a_norm"))
+    yield Part("attn_q_a.weight", (768, 2048), Q4_K)
+    yield Part("attn_q_b.weight", (20 * 256, 768), Q4_K)
+    yield Part("attn_kv_a_mqa.weight", (512 + 64, 2048), Q4_K)
+    yield Part("attn_k_b.weight", (20, 512, 192), Q8_0)  # blocks of 256 do not fit 192
+    yield Part("attn_v_b.weight", (20, 256, 512), Q4_K)
+    yield Part("attn_output.weight", (2048, 20 * 256), Q4_K)
+    if i == 0:
+        yield from _mlp(2048, 10240, values)
+        return
+    yield from _experts(2048, 64, 1536, Q4_K, values)
+    yield from (part._replace(name=part.name.replace(".", "_shexp.")) for part in _mlp(2048, 1536, values))
+    yield Part("exp_probs_b.bias", (64,))
+
+
+GLM_4_7_FLASH = Model(
+    "deepseek2",
+    layers=20,  # of 47
+    hidden=2048,
+    vocab=154880,
+    fields={
+        "attention.head_count": 20,
+        "attention.head_count_kv": 1,
+        "attention.key_length": 512 + 64,
+        "attention.value_length": 512,
+        "attention.key_length_mla": 256,
+        "attention.value_length_mla": 256,
+        "attention.q_lora_rank": 768,
+        "attention.kv_lora_rank": 512,
+        "context_length": 202752,
+        "vocab_size": 154880,
+        "feed_forward_length": 10240,
+        "leading_dense_block_count": 1,
+        "expert_count": 64,
+        "expert_used_count": 4,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": 1536,
+        "expert_weights_scale": 1.8,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1000000.0,
+        "rope.dimension_count": 64,
+    },
+    layer=_glm_layer,
+    top=lambda layers: _tables(154880, 2048, Q4_K, Q6_K),
+)
+
+
+def _lfm2_attends(i: int) -> bool:
+    return i in (2, 6, 10, 14, 18, 21)
+
+
+def _lfm2_layer(i: int, layers: int) -> Iterator[Part]:
+    yield from _norms(2048, "attn_norm", "ffn_norm")
+    if _lfm2_attends(i):
+        yield from _norms(64, "attn_q_norm", "attn_k_norm")
+        yield from _attention(2048, 32 * 64, 8 * 64, _more_bits(i, layers))
+    else:
+        yield Part("shortconv.conv.weight", (2048, 3))
+        yield Part("shortconv.in_proj.weight", (3 * 2048, 2048), Q4_K)
+        yield Part("shortconv.out_proj.weight", (2048, 2048), Q4_K)
+    if i < 2:
+        yield from _mlp(2048, 7168, _more_bits(i, layers))
+        return
+    yield from _experts(2048, 32, 1792, Q4_K, _more_bits(i, layers))
+    yield Part("exp_probs_b.bias", (32,))
+
+
+LFM2_8B_A1B = Model(
+    "lfm2moe",
+    layers=24,
+    hidden=2048,
+    vocab=65536,
+    fields={
+        "attention.head_count": 32,
+        "context_length": 128000,
+        "vocab_size": 65536,
+        "feed_forward_length": 7168,
+        "leading_dense_block_count": 2,
+        "expert_count": 32,
+        "expert_used_count": 4,
+        "expert_feed_forward_length": 1792,
+        "expert_gating_func": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1000000.0,
+        "shortconv.l_cache": 3,
+    },
+    layer=_lfm2_layer,
+    top=lambda layers: [*_tables(65536, 2048, Q6_K, None), Part("token_embd_norm.weight", (2048,))],
+    fields_of_layers=lambda layers: {"attention.head_count_kv": [8 if _lfm2_attends(i) else 0 for i in range(layers)]},
+)
+
 MODELS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
@@ -372,6 +469,8 @@ MODELS = {
     "gemma-4-e4b": GEMMA_4_E4B,
     "gemma-4-26b-a4b": GEMMA_4_26B_A4B,
     "qwen3.5-4b": QWEN3_5_4B,
+    "glm-4.7-flash": GLM_4_7_FLASH,
+    "lfm2-8b-a1b": LFM2_8B_A1B,
 }
 
 

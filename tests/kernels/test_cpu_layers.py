@@ -119,6 +119,19 @@ def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
     assert guarantee(target) == "bits"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gemma2", GEMMA4_MOE, "a mixture", GPT_OSS, GLM, "granite: factors"])
+def test_after_a_mixer_of_torch_the_feed_forward_block_is_one_call(name: str, dtype: torch.dtype) -> None:
+    c = replace(BASE, **MODELS[name])
+    c = replace(c, norms=replace(c.norms, qk_norm_after_rope=True))  # which only torch computes
+    target = Decoder(c, tensors_of(c), dtype, CPU)
+    assert not target.runs_natively
+    assert all(layer.native_mlp for layer in target._stack._parts[0].layers)
+    right = whole(by_torch(c, torch.float32), text(40))[0]
+    assert relative(whole(target, text(40))[0], right) < (1e-5 if dtype == torch.float32 else 0.02)
+    assert guarantee(target) == "bits"
+
+
 FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
 """Other float types, with their tolerance relative to exact results."""
 

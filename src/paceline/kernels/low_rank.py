@@ -40,6 +40,11 @@ def adapted_pass(adapters: Sequence[int]) -> Iterator[None]:
         _ADAPTERS.reset(token)
 
 
+def adapters_of_pass() -> Sequence[int]:
+    """Return the `adapters` of the surrounding `adapted_pass`. Empty if no slot has an adapter."""
+    return _ADAPTERS.get()
+
+
 @dataclass(frozen=True, slots=True)
 class Factors:
     """A LoRA adapter of a model.

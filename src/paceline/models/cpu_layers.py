@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -18,13 +19,15 @@ from paceline.kernels.cpu.attention import CHeads, CView, KernelView, padded_siz
 from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear, fields
 from paceline.kernels.linear import Linear
-from paceline.kernels.low_rank import Adapted, NativeAdapters, without_adapters
+from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass, without_adapters
 from paceline.models.cpu_states import CDeltaNet, CStretch, KernelStates, delta_net, native_gates
 from paceline.models.layers import Attention, Dense, Layer, Mixture, MixtureWithDense, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.recurrent import DeltaNet
 from paceline.models.rope import Rope
+
+_NativeMixer = Attention | DeltaNet
 
 
 class _Expert(Structure):
@@ -99,7 +102,7 @@ class NativeLayers:
 
         Args:
             layers: See `stack.LayerStack`.
-            attentions: Attention of each layer. None for a recurrent layer.
+            attentions: Attention of each layer. None for a layer without attention.
             places: See `slab_indices`. Slabs are numbered from the first slab in the `plans` of `run`.
             rope_of: Index of each layer's rotary factors.
             ranks: See `stack.LayerStack`.
@@ -136,14 +139,14 @@ class NativeLayers:
         adapters: Sequence[int] = (),
         view: StatePass | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans` are the plans of a `SlabPass`. If there are recurrent layers, this pass
-        is `view`. No tap may be after the last layer."""
+        """See `stack.LayerStack.run`. `plans` are the plans of a `SlabPass`, or empty if no layer has a mixer. If there
+        are recurrent layers, this pass is `view`. No tap may be after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
         if first < end:
             rank = max((own.rank for own in self._adapters), default=0)
-            kernel_pass = _KernelPass(plans, ropes, adapters if rank else (), rank)
+            kernel_pass = _KernelPass(plans, ropes, x.shape[:2], adapters if rank else (), rank)
             c = kernel_pass.c
             if token_embeddings is not None:
                 token_embeddings = token_embeddings.to(x.dtype).contiguous()
@@ -179,40 +182,45 @@ class NativeLayers:
         mixer, gated = parts.mixer, parts.networks[0].gated
         norm = layer.mlp_norm or (layer.post_norms and layer.post_norms[1])
         assert norm
-        head_dim, keys, values, heads = self._heads(parts, spec)
+        head_dim, keys, values, heads = self._heads(mixer, parts.qkv, spec)
         if spec is None:
             place = 0, self._recurrent_before(number)
         experts = [_Expert(one.gate_up.matrix.c, one.down.matrix.c) for one in parts.networks]
         token_gate = _matrix(parts.token_gate)
         return _CLayer(
-            *(parts.qkv.matrix.c, parts.out.matrix.c, _matrix(parts.router), token_gate, _matrix(parts.token_out)),
+            *map(_matrix, (parts.qkv, parts.out, parts.router)),
+            *(token_gate, _matrix(parts.token_out)),
             *((_Expert * len(experts))(*experts), self._routing(parts)),
             *map(self._pointer, _norms(layer, mixer)),
             *(norm.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
-            *(parts.out.matrix.shape[0], gated.out, GATES[gated.activation], head_dim),
+            *(parts.networks[0].down.matrix.shape[0], gated.out, GATES[gated.activation], head_dim),
             *(number * token_gate.out, keys, values, *place, rope),
             *(heads, *map(self._adapters_of, _adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
             *(self._delta_net(mixer), _matrix(parts.shared_gate)),
             *(*_dense_beside_experts(parts.dense), *map(self._pointer, _expert_norms(layer))),
         )
 
-    def _heads(self, parts: _NativeParts, spec: LayerAttention | None) -> tuple[int, int, int, CHeads]:
+    def _heads(
+        self, mixer: _NativeMixer | None, qkv: NativeLinear | None, spec: LayerAttention | None
+    ) -> tuple[int, int, int, CHeads]:
         """Return the size of a head, the numbers of key heads and value heads that `qkv` outputs, and the structure of
-        the heads."""
-        mixer = parts.mixer
+        the heads. All are 0 without a mixer."""
+        if mixer is None:
+            return 0, 0, 0, CHeads()
         if isinstance(mixer, DeltaNet):
             size = mixer.config.value_dim
             return size, 0, 0, CHeads(mixer.config.heads, 0, padded_size(size))
         assert spec
+        assert qkv
         size, keys = mixer.head_dim, mixer.kv_heads
-        values = parts.qkv.matrix.shape[0] // size - mixer.qk_heads - mixer.gated * mixer.heads
+        values = qkv.matrix.shape[0] // size - mixer.qk_heads - mixer.gated * mixer.heads
         kv_heads = spec.heads[0] if spec.heads else keys
         scale, softcap, sinks = spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
         return size, keys, values, CHeads(mixer.heads, kv_heads, padded_size(size), scale, softcap, sinks)
 
-    def _delta_net(self, mixer: Attention | DeltaNet) -> ctypes._Pointer[CDeltaNet] | None:
-        """Return a pointer to the structure of a recurrent mixer, or None for attention."""
-        if isinstance(mixer, Attention):
+    def _delta_net(self, mixer: _NativeMixer | None) -> ctypes._Pointer[CDeltaNet] | None:
+        """Return a pointer to the structure of a recurrent mixer, or None if the mixer is not recurrent."""
+        if not isinstance(mixer, DeltaNet):
             return None
         self._delta_nets.append(delta_net(mixer, self._pointer))
         return ctypes.pointer(self._delta_nets[-1])
@@ -284,7 +292,28 @@ def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
     return dtype in FLOAT_KINDS and attends and all(map(_native_parts, layers)) and library() is not None
 
 
-class _NativeMLP(NamedTuple):
+def native_mlp(layer: Layer, dtype: torch.dtype) -> NativeMLP | None:
+    """Return the feed-forward half of a layer for the CPU kernels, or None if they cannot run it."""
+    if type(layer) is not Layer or layer.token_input or dtype not in FLOAT_KINDS or library() is None:
+        return None
+    half = copy(layer)
+    half.mixer = half.mixer_norm = half.out = None
+    return NativeMLP(half) if _native_parts(half) else None
+
+
+class NativeMLP:
+    """The feed-forward half of a layer, for layers with a mixer that the kernels cannot run."""
+
+    def __init__(self, half: Layer) -> None:
+        """`half`: A layer without a mixer."""
+        self._layers = NativeLayers([half], [None], [(0, 0)], [0])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the output of the layer. x [B, T, H] is the stream after the mixer."""
+        return self._layers.run(x, 0, 1, (), (), None, (), adapters=adapters_of_pass())[0]
+
+
+class _NativeNetwork(NamedTuple):
     """A feed-forward network, or an expert.
 
     Attributes:
@@ -302,9 +331,9 @@ class _NativeParts(NamedTuple):
     """The parts of a decoder layer that the kernels run. LoRA adapters are stripped from all linear layers.
 
     Attributes:
-        mixer: The token mixer.
-        qkv: First projection of the mixer.
-        out: Output projection of the mixer.
+        mixer: The token mixer. None if the layer has only a feed-forward block.
+        qkv: First projection of the mixer, or None.
+        out: Output projection of the mixer, or None.
         networks: The feed-forward network, or all experts. A shared expert comes last.
         dense: A dense network in parallel with the experts, or None.
         moe: The mixture of experts. None in a dense layer.
@@ -314,11 +343,11 @@ class _NativeParts(NamedTuple):
         token_out: Output projection of the per-layer token embeddings.
     """
 
-    mixer: Attention | DeltaNet
-    qkv: NativeLinear
-    out: NativeLinear
-    networks: list[_NativeMLP]
-    dense: _NativeMLP | None
+    mixer: _NativeMixer | None
+    qkv: NativeLinear | None
+    out: NativeLinear | None
+    networks: list[_NativeNetwork]
+    dense: _NativeNetwork | None
     moe: Mixture | None
     router: NativeLinear | None
     shared_gate: NativeLinear | None
@@ -332,14 +361,15 @@ def _native_parts(layer: Layer) -> _NativeParts | None:
     if isinstance(mixer, Attention):
         if mixer.rope_scales_queries or mixer.qk_norm_after_rope or isinstance(mixer.norm, WideNorm):
             return None
-    elif not isinstance(mixer, DeltaNet) or native_gates(mixer) is None:
+    elif mixer is not None and (not isinstance(mixer, DeltaNet) or native_gates(mixer) is None):
         return None
-    if type(layer) is not Layer or isinstance(layer.mixer_norm, LayerNorm):
+    if type(layer) is not Layer or isinstance(layer.mixer_norm or layer.mlp_norm, LayerNorm):
         return None
     if found is None:
         return None
     moe, dense = found
-    linears = _native(_first_projection(mixer), layer.out, *((token.gate, token.out) if token else ()))
+    projections = (_first_projection(mixer), layer.out) if mixer else ()
+    linears = _native(*projections, *((token.gate, token.out) if token else ()))
     gate = mlp.shared_gate if isinstance(mlp, SharedMixture) else None
     routers = _native(*([moe.router] if moe else []), *([gate] if gate else []))
     if linears is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
@@ -348,14 +378,14 @@ def _native_parts(layer: Layer) -> _NativeParts | None:
     beside = _native_networks([mlp.dense], True) if isinstance(mlp, MixtureWithDense) else []
     if networks is None or beside is None or len({one.gated.activation for one in (*networks, *beside)}) > 1:
         return None
-    qkv, out, *token_linears = linears
+    qkv, out, *token_linears = linears if mixer else (None, None, *linears)
     token_gate, token_out = token_linears or (None, None)
     router, shared_gate = [*routers, None, None][:2]
     beside_experts = beside[0] if beside else None
     return _NativeParts(mixer, qkv, out, networks, beside_experts, moe, router, shared_gate, token_gate, token_out)
 
 
-def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeMLP] | None:
+def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeNetwork] | None:
     """Return the networks of a layer, or None if the kernels cannot run them.
 
     The kernels require that all experts have the same type and shape, and do not apply adapters to experts.
@@ -367,13 +397,13 @@ def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeM
             return None
         if are_experts and not (gated.linear is pair[0] and one.down is pair[1]):
             return None
-        networks.append(_NativeMLP(gated, pair[0], pair[1]))
+        networks.append(_NativeNetwork(gated, pair[0], pair[1]))
     matrices = [(one.gate_up.matrix, one.down.matrix) for one in networks]
     kinds = {(gate_up.c.kind, down.c.kind, gate_up.shape, down.shape) for gate_up, down in matrices}
     return networks if len(kinds) == 1 else None
 
 
-def _first_projection(mixer: Attention | DeltaNet) -> Linear:
+def _first_projection(mixer: _NativeMixer) -> Linear:
     return mixer.qkv if isinstance(mixer, Attention) else mixer.in_projection
 
 
@@ -383,7 +413,7 @@ def _adaptable(layer: Layer, parts: _NativeParts) -> list[object]:
     mlp, token = layer.mlp, layer.token_input
     dense = [parts.networks[0].gated.linear, mlp.down] if isinstance(mlp, Dense) else [None, None]
     embeddings = [token.gate, token.out] if token else [None, None]
-    return [_first_projection(parts.mixer), layer.out, *dense, *embeddings]
+    return [_first_projection(parts.mixer) if parts.mixer else None, layer.out, *dense, *embeddings]
 
 
 def _native(*linears: object) -> list[NativeLinear] | None:
@@ -397,7 +427,7 @@ def _matrix(linear: NativeLinear | None) -> CMatrix:
     return linear.matrix.c if linear else CMatrix()
 
 
-def _norms(layer: Layer, mixer: Attention | DeltaNet) -> list[Tensor | None]:
+def _norms(layer: Layer, mixer: _NativeMixer | None) -> list[Tensor | None]:
     """Return the weights of a layer's norms, in the order of layer.h."""
     post, token = layer.post_norms or (None, None), layer.token_input
     mlp_norm = layer.mlp.before[0] if isinstance(layer.mlp, MixtureWithDense) else layer.mlp_norm
@@ -409,7 +439,7 @@ def _norms(layer: Layer, mixer: Attention | DeltaNet) -> list[Tensor | None]:
     return [*(norm.weight if norm else None for norm in norms), *heads]
 
 
-def _dense_beside_experts(dense: _NativeMLP | None) -> tuple[_Expert, int]:
+def _dense_beside_experts(dense: _NativeNetwork | None) -> tuple[_Expert, int]:
     """Return the structure and the width of the dense network in parallel with the experts, or an empty structure."""
     return (_Expert(dense.gate_up.matrix.c, dense.down.matrix.c), dense.gated.out) if dense else (_Expert(), 0)
 
@@ -439,18 +469,26 @@ class _KernelPass:
     """A pass in the data structures of the kernels."""
 
     def __init__(
-        self, plans: Sequence[Sequence[SlabPlan]], ropes: Sequence[Rope], adapters: Sequence[int] = (), rank: int = 0
+        self,
+        plans: Sequence[Sequence[SlabPlan]],
+        ropes: Sequence[Rope],
+        shape: Sequence[int],
+        adapters: Sequence[int] = (),
+        rank: int = 0,
     ) -> None:
-        views = [KernelView(own) for own in plans]
-        self._kept_alive: list[object] = [*views]
+        """`shape` is [B, T]. Without `plans`, all rows of the stream are rows of the pass."""
+        views, (slots, length) = [KernelView(own) for own in plans], shape
+        tensor_rows = slots * length
+        counts = plans[0][0].rows.counts if plans else (length,) * slots
+        indices = views[0].row_indices if views else (c_int64 * tensor_rows)(*range(tensor_rows))
+        self._kept_alive: list[object] = [*views, indices]
         """The objects that the structure `c` points to."""
-        rows = plans[0][0].rows
         self.c = _CPass(
-            *(len(rows.slots), sum(rows.counts), rows.tokens.numel(), torch.get_num_threads()),
-            ctypes.addressof(views[0].row_indices),
+            *(len(counts), len(indices), tensor_rows, torch.get_num_threads()),
+            ctypes.addressof(indices),
             (CView * len(plans))(*(view.c for view in views)),
             (_Rotation * len(ropes))(*(self._rotation(rope) for rope in ropes)),
-            *(self._row_adapters(adapters, rows.counts), rank),
+            *(self._row_adapters(adapters, counts), rank),
         )
 
     def add_states(self, states: KernelStates, skipped: int) -> None:

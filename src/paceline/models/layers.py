@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -308,6 +308,8 @@ class Layer:
         self.mlp: FeedForward | Summed | None = mlp
         self.post_norms, self.residual_scale = post_norms, residual_scale
         self.token_input, self.scale = token_input, scale
+        self.native_mlp: Callable[[Tensor], Tensor] | None = None
+        """Runs everything after the mixer on the CPU kernels, if only the mixer needs torch (`LayerStack` sets it)."""
 
     def __call__(
         self,
@@ -333,6 +335,8 @@ class Layer:
             if mixer_input is None:
                 mixer_input = x if self.mixer_norm is None else self.mixer_norm(x)
             x = self._plus(x, self.out, self.mixer.mix(mixer_input, layer, rope, view), first)
+        if self.native_mlp:
+            return self.native_mlp(x)
         if self.mlp:
             x = self._plus(x, self.mlp, x if self.mlp_norm is None else self.mlp_norm(x), second)
         if self.token_input is not None and token_embeddings is not None:

@@ -1,4 +1,5 @@
-"""A stack of decoder layers. It runs layer by layer with torch, or in one call of the CPU kernels."""
+"""A stack of decoder layers. It runs layer by layer with torch, or in one call of the CPU kernels. If the kernels lack
+only a mixer, torch runs the mixers, and the kernels run the feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from paceline.cache.state import StateCache, StatePass
 from paceline.kernels.cpu.attention import attend, attends_natively, padded_size
 from paceline.kernels.low_rank import adapted_pass
 from paceline.models.config import LayerConfig, ModelConfig
-from paceline.models.cpu_layers import NativeLayers, runs_natively
+from paceline.models.cpu_layers import NativeLayers, native_mlp, runs_natively
 from paceline.models.latent import LatentAttention
 from paceline.models.layers import Attention, Layer
 from paceline.models.mamba import Parallel
@@ -75,6 +76,9 @@ class LayerStack:
         for placed in self._parts:
             if padded and runs_natively(placed.layers, host.dtype):
                 placed.use_kernels(self._attentions, ranks)
+            elif padded and placed.device.type == "cpu" and not ranks:
+                for layer in placed.layers:
+                    layer.native_mlp = native_mlp(layer, host.dtype)
         if ranks and not native:
             for layer in layers:  # `Division` supports only layers with both attention and an MLP
                 assert layer.out

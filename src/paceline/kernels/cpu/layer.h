@@ -19,7 +19,7 @@ struct Expert {
 };
 
 struct Layer {
-    Matrix qkv, out;               // first and last linear layer of the mixer (attention, or Gated DeltaNet)
+    Matrix qkv, out;               // first and last linear layer of the mixer (attention, or Gated DeltaNet); `qkv.out` is 0 without a mixer
     Matrix router;                 // of a mixture of experts
     Matrix token_gate, token_out;  // see `LayerTask::add_token_embedding`; `token_gate.out` is 0 if the layer adds no token embeddings
     const Expert* experts;         // all of the same kinds and sizes; a single one if this is not a mixture of experts
@@ -49,6 +49,7 @@ struct Layer {
     int32_t dense_ffn;
     const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
 
+    bool mixes() const { return qkv.out > 0; }
     bool is_moe() const { return routing.count() > 1; }
     bool has_dense() const { return dense.down.out > 0; }
 
@@ -89,6 +90,7 @@ struct ThreadScratch {
     void reserve(const Layer& l, const Pass& pass) {
         grow(row, 1, std::max(padded_size(l.hidden), l.query_width()));
         if (l.is_moe()) expert_input.reserve(pass.rows, l.experts->gate_up);
+        if (!l.mixes()) return;
         if (!l.delta) return attention_kernels.reserve(pass.views[l.view], l.heads, pass.slots);
         const Stretch* stretches = pass.stretches_of(l);
         for (int i = 0; i < pass.stretch_count; i++) grow(row, 1, int(l.delta->scratch_size(stretches[i])));
@@ -115,14 +117,9 @@ struct Scratch {
     void reserve(const Layer& l, const Pass& pass, int width) {
         const int rows = pass.rows;
         grow(stream, rows, padded_size(l.hidden)), grow(mixer_input, rows, padded_size(width)), grow(addend, rows, padded_size(l.hidden));
-        grow(qkv, rows, l.qkv_width()), grow(queries, rows, l.query_width()), grow(mixer_output, rows, l.query_width());
-        grow(ffn_hidden, rows * l.routing.per_row(), padded_size(l.ffn));
-        if (l.delta)
-            delta.reserve(*l.delta, rows), router_input.reserve(rows, l.delta->beta);
-        else
-            grow(partials, WorkItems(pass.views[l.view], pass.slots, l.heads, pass.threads).partials(rows), partial_size(l.heads));
+        if (l.mixes()) reserve_mixer(l, pass);
         if (pass.adapters) grow(lora_hidden, rows, pass.max_rank);
-        qkv_input.reserve(rows, l.qkv), out_input.reserve(rows, l.out);
+        grow(ffn_hidden, rows * l.routing.per_row(), padded_size(l.ffn));
         mlp_input.reserve(rows, l.experts->gate_up), down_input.reserve(rows * l.routing.per_row(), l.experts->down);
         routes.reserve(l.routing.count(), size_t(rows) * l.routing.per_row());
         grow(ffn_hidden, rows, padded_size(l.token_gate.out));
@@ -135,6 +132,16 @@ struct Scratch {
         grow(router_logits, rows, 3 * l.routing.padded_experts());
         grow(expert_weights, rows, l.routing.per_row()), grow(chosen, rows, l.routing.per_row());
         router_input.reserve(rows, l.router), grow(shared_gates, rows, padded_size(l.shared_gate.out));
+    }
+
+    void reserve_mixer(const Layer& l, const Pass& pass) {
+        const int rows = pass.rows;
+        grow(qkv, rows, l.qkv_width()), grow(queries, rows, l.query_width()), grow(mixer_output, rows, l.query_width());
+        if (l.delta)
+            delta.reserve(*l.delta, rows), router_input.reserve(rows, l.delta->beta);
+        else
+            grow(partials, WorkItems(pass.views[l.view], pass.slots, l.heads, pass.threads).partials(rows), partial_size(l.heads));
+        qkv_input.reserve(rows, l.qkv), out_input.reserve(rows, l.out);
     }
 };
 
@@ -151,23 +158,9 @@ class LayerTask {
 
     // `mixer_input` [rows, width] is the input of the mixer; null means the normed stream. Returns false if the all-reduce fails.
     bool run(const float* mixer_input, int width) {
+        if (l.mixes() && !run_mixer(mixer_input, width)) return false;
         each_row([&](int row, ThreadScratch& local) {
-            const float* x = mixer_input ? mixer_input + int64_t(row) * padded_size(width) : normed_row(row, l.mixer_norm, local);
-            const int size = mixer_input ? padded_size(width) : hidden;
-            s.qkv_input.set({0, rows}, row, l.qkv, x, size, 0, size);
-            if (l.delta) s.router_input.set({0, rows}, row, l.delta->beta, x, size, 0, size);
-            if (!mixer_input) shrink(l.qkv_adapters, row, x, hidden);
-        });
-        multiply(l.qkv, s.qkv_input, s.qkv.data(), qkv_width, l.qkv_adapters);
-        if (l.delta)
-            run_delta_net();
-        else
-            rotate_and_store(), attend();
-        each_row([&](int row, ThreadScratch& local) { set_out_input(row, local.row.data()); });
-        multiply(l.out, s.out_input, s.addend.data(), hidden, l.out_adapters);
-        if (!all_reduce()) return false;
-        each_row([&](int row, ThreadScratch& local) {
-            add_to_stream(row, l.mixer_post_norm, l.residual_scale, false);
+            if (l.mixes()) add_to_stream(row, l.mixer_post_norm, l.residual_scale, false);
             const float* x = normed_row(row, l.mlp_norm, local);
             set_input(s.mlp_input, l.has_dense() ? l.dense.gate_up : l.experts->gate_up, row, x, l.gate_up_adapters);
             if (l.is_moe() && !l.has_dense()) set_input(s.router_input, l.router, row, x, nullptr);
@@ -253,6 +246,25 @@ class LayerTask {
     void set_input(Inputs& to, const Matrix& m, int row, const float* x, const LowRank* adapters) {
         to.set({0, rows}, row, m, x, hidden, 0, hidden);
         shrink(adapters, row, x, hidden);
+    }
+
+    // Runs the mixer. Leaves its output in `addend`. Returns false if the all-reduce fails.
+    bool run_mixer(const float* mixer_input, int width) {
+        each_row([&](int row, ThreadScratch& local) {
+            const float* x = mixer_input ? mixer_input + int64_t(row) * padded_size(width) : normed_row(row, l.mixer_norm, local);
+            const int size = mixer_input ? padded_size(width) : hidden;
+            s.qkv_input.set({0, rows}, row, l.qkv, x, size, 0, size);
+            if (l.delta) s.router_input.set({0, rows}, row, l.delta->beta, x, size, 0, size);
+            if (!mixer_input) shrink(l.qkv_adapters, row, x, hidden);
+        });
+        multiply(l.qkv, s.qkv_input, s.qkv.data(), qkv_width, l.qkv_adapters);
+        if (l.delta)
+            run_delta_net();
+        else
+            rotate_and_store(), attend();
+        each_row([&](int row, ThreadScratch& local) { set_out_input(row, local.row.data()); });
+        multiply(l.out, s.out_input, s.addend.data(), hidden, l.out_adapters);
+        return all_reduce();
     }
 
     // Runs Gated DeltaNet between its projections.

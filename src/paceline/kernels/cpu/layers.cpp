@@ -166,7 +166,7 @@ bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     for (const Layer* l = layers; l < layers + count; l++) {
         // Groups do not help a mixture of experts, since each group would read the weights of nearly all experts. The stretches of a
         // recurrent layer cannot be cut.
-        if (l->is_moe() || l->delta) return false;
+        if (l->is_moe() || l->delta || !l->mixes()) return false;
         views = std::max(views, l->view + 1);
     }
     return groups.cut(pass, views, count);
@@ -181,7 +181,9 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* m
     Groups& groups = state.groups;
     const LayersCall<Element> call{layers, count, static_cast<Number*>(x), static_cast<const Number*>(mixer_input), mixer_width, taps, tap_count,
                            static_cast<Number*>(states)};
-    Team team(pass.threads, layers);
+    // Half layers leave the thread count as it is, because they are too many to be remembered one by one.
+    const void* work = layers->mixes() ? layers : nullptr;
+    Team team(pass.threads, work);
     pass.threads = team.count();
     bool in_groups = false;
     try {
@@ -207,7 +209,7 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* m
         for (int i = 0; i < count; i++)
             if (!call.layer(state.scratch, pass, i, state.threads.data(), team)) return 2;
     }
-    team.passed(pass.rows);
+    if (work) team.passed(pass.rows);
     return 0;
 }
 
