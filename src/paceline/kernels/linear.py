@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.build import library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, NativeGated, NativeLinear
+from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, NativeGated, NativeHeadLinear, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
 from paceline.kernels.stored import Stored
 
@@ -81,6 +81,31 @@ def linear(weight: Tensor | Codes | Stored, bias: Tensor | None = None) -> Linea
         return _Coded(weight, bias)
     packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packs_bfloat16()
     return _Packed(weight, bias) if packs else _Plain(weight, bias)
+
+
+def head_linear(weight: Tensor) -> HeadLinear | NativeHeadLinear:
+    """Build a separate linear layer for each head.
+
+    Args:
+        weight: [heads, out, in].
+
+    Returns:
+        A function from x [..., heads, in] to [..., heads, out].
+    """
+    native = _native(weight) and not _MAKE.get() and weight.shape[1] % LANES == 0
+    return NativeHeadLinear(weight) if native else HeadLinear(weight)
+
+
+class HeadLinear:
+    """See `head_linear`, with torch."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        columns = x.flatten(0, -3).permute(1, 2, 0)
+        out: Tensor = torch.bmm(self._weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:-2])
+        return out
 
 
 def gated(weight: Tensor | Codes | Stored, bias: Tensor | None, activation: str) -> Gated | NativeGated:

@@ -180,11 +180,11 @@ class Decoder:
     def rows_are_independent(self) -> bool:
         """See `protocols.Divisible`. If it is True, padding rows are not needed.
 
-        The CPU kernels have this property. torch's matrix multiplications do not have it. Latent attention uses them,
-        and so do the adapters of models that run layer by layer. Models with adapters are always padded.
+        The CPU kernels have this property. torch's matrix multiplications do not have it. The adapters of models that
+        run layer by layer use them. Models with adapters are always padded.
         """
         on_cpu = all(device.type == "cpu" for device in self._stack.devices)
-        native = isinstance(self._head, NativeLinear) and self.config.attention.latent is None
+        native = isinstance(self._head, NativeLinear) and self._stack.multiplies_on_kernels
         return on_cpu and native and not self.adapters
 
     def _run(

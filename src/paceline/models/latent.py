@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kernels.linear import Linear
+from paceline.kernels.cpu.matrix import NativeHeadLinear
+from paceline.kernels.linear import Linear, head_linear
 from paceline.models.config import LatentConfig, LayerConfig, ModelConfig
 from paceline.models.layers import Mixer
 from paceline.models.norms import RMSNorm
@@ -54,7 +55,7 @@ class LatentAttention(Mixer):
         """
         c = self._config = config
         self._heads, self._projection, self._norm, self._queries = heads, projection, norm, queries
-        self._keys, self._values = keys, values
+        self._keys, self._values = head_linear(keys), head_linear(values)
         self._sizes = [c.query_rank or heads * (c.plain + c.rotary), c.rank, c.rotary]
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: Pass) -> Tensor:
@@ -68,17 +69,14 @@ class LatentAttention(Mixer):
         plain, rotary = queries.unflatten(-1, (self._heads, -1)).split([c.plain, c.rotary], -1)
         rotated = rotate(torch.cat([rotary, key[:, :, None]], 2), *rope)
         row = torch.cat([self._norm(latent)[:, :, None], rotated[:, :, -1:]], -1)
-        queries = torch.cat([_by_head(self._keys, plain), rotated[:, :, :-1]], -1)
+        queries = torch.cat([self._keys(plain), rotated[:, :, :-1]], -1)
         out = view.attend(layer, queries, row, row).unflatten(-1, (self._heads, -1))
-        return _by_head(self._values, out[..., : c.rank]).flatten(2)
+        return self._values(out[..., : c.rank]).flatten(2)
 
-
-def _by_head(weight: Tensor, x: Tensor) -> Tensor:
-    """Multiply the weight [heads, out, in] of each head by the head's part of x [B, T, heads, in]. Return [B, T, heads,
-    out]."""
-    columns = x.flatten(0, 1).permute(1, 2, 0)
-    out: Tensor = torch.bmm(weight, columns).permute(2, 0, 1).unflatten(0, x.shape[:2])
-    return out
+    @property
+    def runs_on_kernels(self) -> bool:
+        """True if the CPU kernels compute all matrix multiplications."""
+        return isinstance(self._keys, NativeHeadLinear) and isinstance(self._values, NativeHeadLinear)
 
 
 def make_latent(c: ModelConfig, layer: LayerConfig, weights: Weights, prefix: str, width: int) -> LatentAttention:

@@ -93,6 +93,12 @@ class LayerStack:
         return self._parts[0].native if len(self._parts) == 1 else None
 
     @property
+    def multiplies_on_kernels(self) -> bool:
+        """False if torch computes a matrix multiplication of latent attention. Other layers do not decide this."""
+        mixers = [layer.mixer for part in self._parts for layer in part.layers]
+        return all(mixer.runs_on_kernels for mixer in mixers if isinstance(mixer, LatentAttention))
+
+    @property
     def devices(self) -> list[torch.device]:
         """The device of each part, in the order of the layers."""
         return [part.device for part in self._parts]

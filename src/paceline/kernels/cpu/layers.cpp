@@ -160,6 +160,41 @@ int norm_rows(const void* x, int size, int64_t rows, const float* weight, float 
     return 0;
 }
 
+// Memory of one thread that multiplies the rows of a head.
+struct HeadRows {
+    Inputs inputs;
+    std::vector<float> row;
+};
+
+thread_local std::vector<HeadRows> head_rows_of_caller;
+
+template <class Element>
+int multiply_heads(const Matrix& m, int heads, const void* x, int in, int rows, void* y, int threads) {
+    using Number = typename Element::Number;
+    std::vector<HeadRows>& locals = head_rows_of_caller;  // by reference: see `run_layers`
+    Team team(threads);
+    try {
+        if (locals.size() < size_t(team.count())) locals.resize(team.count());
+        for (HeadRows& local : locals) local.inputs.reserve(rows, m), grow(local.row, 1, padded_size(in));
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    const int blocks = blocks_of(m) / heads;
+    team.split(heads, [&](Range part, int thread) {
+        HeadRows& local = locals[thread];
+        for (int head = part.from; head < part.to; head++) {
+            for (int row = 0; row < rows; row++) {
+                widen_row<Element>(local.row.data(), static_cast<const Number*>(x) + (int64_t(row) * heads + head) * in, in);
+                local.inputs.set({0, rows}, row, m, local.row.data(), padded_size(in), 0, padded_size(in));
+            }
+            product({head * blocks, (head + 1) * blocks}, m, local.inputs, {0, rows}, [&](int row, int at, Floats v) {
+                Element::narrow(static_cast<Number*>(y) + int64_t(row) * m.out + at, v);
+            });
+        }
+    });
+    return 0;
+}
+
 bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     if (pass.reduce) return false;  // all processes must exchange sums in the same order
     int views = 0;
@@ -385,6 +420,16 @@ EXPORTED int paceline_linear(const Matrix* m, const void* x, int x_is_float32, i
     Team team(threads);
     team.split(blocks_of(*m), [&](Range blocks, int) { product(blocks, *m, inputs, {0, rows}, take); });
     return 0;
+}
+
+// y [rows, heads, n] = x [rows, heads, in], where each head is multiplied by its own part [n, in] of W. n must be a multiple of 16.
+// element: type of x and y, as the `Kind` of its weights. Returns 1 if out of memory.
+EXPORTED int paceline_head_linear(const Matrix* m, int heads, const void* x, int element, int in, int rows, void* y, int threads) {
+    switch (element) {
+        case BF16: return multiply_heads<BFloat16>(*m, heads, x, in, rows, y, threads);
+        case F16: return multiply_heads<Float16>(*m, heads, x, in, rows, y, threads);
+        default: return multiply_heads<Float32>(*m, heads, x, in, rows, y, threads);
+    }
 }
 
 // Bytes of a matrix, or -1 if the kind does not exist or does not support the width.

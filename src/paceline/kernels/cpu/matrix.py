@@ -326,6 +326,32 @@ class NativeLinear:
         return y
 
 
+class NativeHeadLinear:
+    """See `kernels.linear.head_linear`, on the CPU, for rows of any float dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight`: [heads, out, in]. `out` must be a multiple of `LANES`."""
+        self._heads, self._out, self._in = weight.shape
+        self._matrix = Matrix(weight.flatten(0, 1), None)
+        self._run = kernel(
+            *("paceline_head_linear", POINTER(CMatrix), c_int32, c_void_p, c_int32, c_int32, c_int32),
+            *(c_void_p, c_int32),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        check_rows(x, self._in)
+        if x.shape[-2] != self._heads:
+            raise ValueError(f"activations must have {self._heads} heads, got {x.shape[-2]}")
+        y, rows = x.new_empty(*x.shape[:-1], self._out), x.shape[:-2].numel()
+        if self._run(
+            *(byref(self._matrix.c), self._heads, x.data_ptr(), FLOAT_KINDS[x.dtype], self._in, rows),
+            *(y.data_ptr(), torch.get_num_threads()),
+        ):
+            raise OutOfMemory(f"there is no memory for a matrix multiplication of {rows} rows", SMALLER)
+        return y
+
+
 class NativeGated:
     """Gated linear layers (`kernels.linear.gated`) on the CPU.
 
