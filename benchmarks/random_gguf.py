@@ -54,7 +54,8 @@ class Model:
         fields: Metadata by key without the architecture. The number of layers and `hidden` are added.
         layer: Function from the index of a layer and the number of layers to the layer's tensors, without "blk.N.".
         fields_of_layers: Function from the number of layers to the metadata that depends on it.
-        top: Function from the number of layers to the tensors outside the layers, except for `output_norm`.
+        top: Function from the number of layers to the tensors outside the layers, except for the final norm.
+        final_norm: Name of the final norm.
     """
 
     architecture: str
@@ -65,11 +66,12 @@ class Model:
     layer: Callable[[int, int], Iterable[Part]]
     top: Callable[[int], Iterable[Part]]
     fields_of_layers: Callable[[int], Mapping[str, Any]] = lambda layers: {}
+    final_norm: str = "output_norm"
 
     def parts(self, layers: int) -> Iterator[Part]:
         """Yield all tensors of a file with this many layers."""
         yield from self.top(layers)
-        yield Part("output_norm.weight", (self.hidden,))
+        yield Part(f"{self.final_norm}.weight", (self.hidden,))
         for i in range(layers):
             yield from (part._replace(name=f"blk.{i}.{part.name}") for part in self.layer(i, layers))
 
@@ -305,6 +307,7 @@ GEMMA_4_26B_A4B = Model(
         "expert_count": 128,
         "expert_used_count": 8,
         "expert_feed_forward_length": 704,
+        "embedding_length_per_layer_input": 0,
         "attention.sliding_window": 1024,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1000000.0,
@@ -458,7 +461,8 @@ LFM2_8B_A1B = Model(
         "shortconv.l_cache": 3,
     },
     layer=_lfm2_layer,
-    top=lambda layers: [*_tables(65536, 2048, Q6_K, None), Part("token_embd_norm.weight", (2048,))],
+    top=lambda layers: _tables(65536, 2048, Q6_K, None),
+    final_norm="token_embd_norm",
     fields_of_layers=lambda layers: {"attention.head_count_kv": [8 if _lfm2_attends(i) else 0 for i in range(layers)]},
 )
 
