@@ -35,6 +35,7 @@ from tests.support.native_models import (
     GEMMA4_MOE,
     GLM,
     GPT_OSS,
+    LFM2,
     MODELS,
     QWEN_MOE,
     by_torch,
@@ -105,6 +106,7 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
         GEMMA4,
         GEMMA4_MOE,
         DELTA_NET,
+        LFM2,
         QWEN_MOE,
         "qwen2: biases",
         GPT_OSS,
@@ -145,6 +147,7 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
         GEMMA4,
         GEMMA4_MOE,
         DELTA_NET,
+        LFM2,
         QWEN_MOE,
         "a mixture",
         "no size in whole lanes",
@@ -167,7 +170,7 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     *(
         (name, dtype, None)
-        for name in ("gemma2", GEMMA4, GEMMA4_MOE, DELTA_NET, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
+        for name in ("gemma2", GEMMA4, GEMMA4_MOE, DELTA_NET, LFM2, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
         for dtype in FLOATS
     ),
     *(
@@ -220,7 +223,7 @@ def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cu
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, "heads of 80"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, "heads of 80"])
 def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
     target, rng = native(replace(BASE, **MODELS[name])), random.Random(1)
     for before in (33, 34):
@@ -241,6 +244,7 @@ LONG = [
     ("gemma2", torch.bfloat16, None),
     (GEMMA4, torch.bfloat16, None),
     (DELTA_NET, torch.bfloat16, None),
+    (LFM2, torch.bfloat16, None),
     (GPT_OSS, torch.float16, None),
     ("heads of 80", torch.float32, None),
     ("gemma2", torch.bfloat16, torch.int8),
@@ -298,7 +302,7 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
         assert torch.equal(logits, results[0])
 
 
-@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET])
+@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET, LFM2])
 def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
     """Check early exit, and a pass that continues where drafting has stopped."""
     target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
@@ -315,7 +319,7 @@ def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
         assert torch.equal(target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0], alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2])
 @pytest.mark.parametrize(("mode", "stored"), [(None, None), ("int8", None), (None, torch.int8)])
 def test_a_drafted_row_that_is_not_finite_harms_no_other(
     name: str, mode: Mode | None, stored: torch.dtype | None

@@ -22,7 +22,7 @@ from paceline.verify.tree import pack, pack_prefix
 from tests.support.cache_witness import CPU, HEADS, KV, LAYERS, Witness
 from tests.support.gguf_blocks import HALVES, stored
 from tests.support.instruction_sets import EMULATED, SAME_BITS, using
-from tests.support.native_models import BASE, DELTA_NET, GEMMA4, GEMMA4_MOE, MODELS, native, text, whole
+from tests.support.native_models import BASE, DELTA_NET, GEMMA4, GEMMA4_MOE, LFM2, MODELS, native, text, whole
 from tests.support.native_products import KINDS, make, random
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="there is no C++ compiler")]
@@ -99,7 +99,18 @@ def test_attention_of_layers_that_torch_computes(sets: list[InstructionSet], sto
 @pytest.mark.parametrize("mode", ["int4", "int8", None])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gemma2", GEMMA4, GEMMA4_MOE, DELTA_NET, "gelu", "heads of 80", "a mixture", "no size in whole lanes"],
+    [
+        "llama",
+        "gemma2",
+        GEMMA4,
+        GEMMA4_MOE,
+        DELTA_NET,
+        LFM2,
+        "gelu",
+        "heads of 80",
+        "a mixture",
+        "no size in whole lanes",
+    ],
 )
 def test_layers_with_attention_over_a_long_text(sets: list[InstructionSet], name: str, mode: Mode | None) -> None:
     def compute() -> list[Tensor]:

@@ -21,6 +21,7 @@ from paceline.models.config import (
     ModelConfig,
     NormConfig,
     RopeConfig,
+    ShortConvConfig,
 )
 from paceline.models.decoder import Decoder
 from paceline.models.lazy import Quantised
@@ -46,6 +47,8 @@ DELTA = DeltaNetConfig(key_heads=2, heads=6, key_dim=24, value_dim=20, width=4)
 _DELTA = LayerConfig(None, recurrent=DELTA, attends=False)
 DELTA_NET = "qwen3.5: Gated DeltaNet, gated attention"
 QWEN_MOE = "qwen3.5 moe: Gated DeltaNet, and an expert for all rows that has a weight by row"
+LFM2 = "lfm2: short convolutions between gates"
+_CONV = LayerConfig(None, recurrent=ShortConvConfig(72, 3), attends=False)
 SCORED = MixtureConfig(8, 3, 32, normalised=True, shared_block="mlp.shared_experts", sigmoid=True)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -78,6 +81,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"family": "qwen3_5_moe_text", "norms": NormConfig(heads="shared"), "attention": AttentionConfig(gated=True)},
         "mixture": MixtureConfig(6, 2, 32, normalised=True, shared=32, shared_block="mlp.shared_expert"),
         "special": (replace(_DELTA, sparse=True), LayerConfig(FULL, sparse=True)),
+    },
+    LFM2: {
+        **{"hidden": 72, "ffn": 100, "norms": NormConfig(heads="shared"), "head_dim": 20, "layers": 4},
+        "special": (
+            _CONV,
+            LayerConfig(FULL),
+            replace(_CONV, sparse=True),
+            LayerConfig(FULL, sparse=True),
+        ),
+        "mixture": MixtureConfig(6, 2, 32, normalised=True),
     },
     "gelu": {"activation": "gelu"},
     "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
@@ -143,7 +156,9 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
             tensors |= {f"{layer}self_attn.{x}_proj.bias": torch.zeros(size) for x, size in sizes.items()}
         if c.attention.sinks:
             tensors |= {f"{layer}self_attn.sinks.weight": torch.full((c.heads,), 2.0)}
-        if c.plan[i].recurrent:
+        if isinstance(c.plan[i].recurrent, ShortConvConfig):
+            tensors = short_convolution_layer(c, i, tensors, draw)
+        elif c.plan[i].recurrent:
             tensors = delta_net_layer(c, i, tensors, draw)
         elif c.attention.gated:
             shape = 2 * c.heads * c.head_dim, c.hidden
@@ -201,6 +216,19 @@ def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: to
     tensors[layer + "A_log"] = torch.linspace(-4.0, 1.0, d.heads)
     ones = {"dt_bias": d.heads, "norm.weight": d.value_dim}
     return tensors | {layer + name: torch.ones(size) for name, size in ones.items()}
+
+
+def short_convolution_layer(
+    c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator
+) -> dict[str, Tensor]:
+    """Return the tensors with a short convolution in layer i instead of attention."""
+    tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
+    layer, wide = f"model.layers.{i}.conv.", c.hidden
+    for name, shape in (("in_proj", (3 * wide, wide)), ("out_proj", (wide, wide)), ("conv", (wide, 1, 3))):
+        tensors[f"{layer}{name}.weight"] = torch.randn(shape, generator=draw) * shape[-1] ** -0.5
+    return tensors | {
+        f"{layer}{name}.bias": torch.zeros(size) for name, size in (("in_proj", 3 * wide), ("conv", wide))
+    }
 
 
 def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, Tensor]:

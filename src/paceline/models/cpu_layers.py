@@ -20,14 +20,22 @@ from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear, fields
 from paceline.kernels.linear import Linear
 from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass, without_adapters
-from paceline.models.cpu_states import CDeltaNet, CStretch, KernelStates, delta_net, native_gates
+from paceline.models.cpu_states import (
+    CDeltaNet,
+    CGatedConvolution,
+    CStretch,
+    KernelStates,
+    delta_net,
+    gated_convolution,
+    native_gates,
+)
 from paceline.models.layers import Attention, Dense, Layer, Mixture, MixtureWithDense, SharedMixture
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
-from paceline.models.recurrent import DeltaNet
+from paceline.models.recurrent import DeltaNet, ShortConv
 from paceline.models.rope import Rope
 
-_NativeMixer = Attention | DeltaNet
+_NativeMixer = Attention | DeltaNet | ShortConv
 
 
 class _Expert(Structure):
@@ -62,6 +70,7 @@ class _CLayer(Structure):
         (_Expert, "dense"),
         (c_int32, "dense_ffn"),
         (c_void_p, "expert_norm router_norm dense_post_norm expert_post_norm"),
+        (POINTER(CGatedConvolution), "convolution"),
     )
 
 
@@ -109,11 +118,11 @@ class NativeLayers:
             offset: Index, in the model, of the first of these layers.
         """
         mixers = [layer.mixer for layer in layers]
-        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet)}
+        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet | ShortConv)}
         """Index of each recurrent layer -> its sizes."""
         self._offset = offset
         # Keep these objects alive, because the structures of the layers point to them.
-        self._delta_nets = list[CDeltaNet]()
+        self._mixers = list[Structure]()
         self._tensors: list[Tensor] = []
         self._adapters: list[NativeAdapters] = []
         self._layers = layers
@@ -198,6 +207,7 @@ class NativeLayers:
             *(heads, *map(self._adapters_of, _adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
             *(self._delta_net(mixer), _matrix(parts.shared_gate)),
             *(*_dense_beside_experts(parts.dense), *map(self._pointer, _expert_norms(layer))),
+            self._convolution(mixer),
         )
 
     def _heads(
@@ -210,6 +220,9 @@ class NativeLayers:
         if isinstance(mixer, DeltaNet):
             size = mixer.config.value_dim
             return size, 0, 0, CHeads(mixer.config.heads, 0, padded_size(size))
+        if isinstance(mixer, ShortConv):
+            size = mixer.config.channels
+            return size, 0, 0, CHeads(1, 0, padded_size(size))
         assert spec
         assert qkv
         size, keys = mixer.head_dim, mixer.kv_heads
@@ -219,11 +232,18 @@ class NativeLayers:
         return size, keys, values, CHeads(mixer.heads, kv_heads, padded_size(size), scale, softcap, sinks)
 
     def _delta_net(self, mixer: _NativeMixer | None) -> ctypes._Pointer[CDeltaNet] | None:
-        """Return a pointer to the structure of a recurrent mixer, or None if the mixer is not recurrent."""
+        """Return a pointer to the structure of a Gated DeltaNet, or None for another mixer."""
         if not isinstance(mixer, DeltaNet):
             return None
-        self._delta_nets.append(delta_net(mixer, self._pointer))
-        return ctypes.pointer(self._delta_nets[-1])
+        self._mixers.append(made := delta_net(mixer, self._pointer))
+        return ctypes.pointer(made)
+
+    def _convolution(self, mixer: _NativeMixer | None) -> ctypes._Pointer[CGatedConvolution] | None:
+        """Return a pointer to the structure of a gated convolution, or None for another mixer."""
+        if not isinstance(mixer, ShortConv):
+            return None
+        self._mixers.append(made := gated_convolution(mixer))
+        return ctypes.pointer(made)
 
     def _routing(self, parts: _NativeParts) -> _Routing:
         moe = parts.moe
@@ -361,7 +381,10 @@ def _native_parts(layer: Layer) -> _NativeParts | None:
     if isinstance(mixer, Attention):
         if mixer.rope_scales_queries or mixer.qk_norm_after_rope or isinstance(mixer.norm, WideNorm):
             return None
-    elif mixer is not None and (not isinstance(mixer, DeltaNet) or native_gates(mixer) is None):
+    elif isinstance(mixer, DeltaNet):
+        if native_gates(mixer) is None:
+            return None
+    elif mixer is not None and not isinstance(mixer, ShortConv):
         return None
     if type(layer) is not Layer or isinstance(layer.mixer_norm or layer.mlp_norm, LayerNorm):
         return None

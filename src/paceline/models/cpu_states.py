@@ -1,5 +1,5 @@
-"""Recurrent layers in the data structures of the kernels (`delta_net.h`): the mixer of a layer, and the states of a
-pass."""
+"""Recurrent layers in the data structures of the kernels: the mixer of a layer (`delta_net.h`, `gated_convolution.h`),
+and the states of a pass (`stretches.h`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from torch import Tensor
 
 from paceline.cache.state import StatePass, Stretch, Tensors, Tree
 from paceline.kernels.cpu.matrix import CMatrix, NativeLinear, fields
-from paceline.models.config import MatrixConfig
-from paceline.models.recurrent import DeltaNet
+from paceline.models.config import MatrixConfig, ShortConvConfig
+from paceline.models.recurrent import DeltaNet, ShortConv
+
+_Config = MatrixConfig | ShortConvConfig
+_POINTERS = ("entries_before", "before"), ("entries", "decay", "keys", "changes"), ("last_entries", "after")
+"""Fields of `CStretch` for the tensors of the state before a stretch, its updates, and the state after it. A gated
+convolution has only the first tensor of each."""
 
 
 class CDeltaNet(Structure):
@@ -27,8 +32,14 @@ class CDeltaNet(Structure):
     )
 
 
+class CGatedConvolution(Structure):
+    """The structure `GatedConvolution` in gated_convolution.h."""
+
+    _fields_ = fields((c_void_p, "weight bias"), (c_int32, "channels width"))
+
+
 class CStretch(Structure):
-    """The structure `Stretch` in delta_net.h."""
+    """The structure `Stretch` in stretches.h."""
 
     _fields_ = fields(
         (c_int32, "first count start"),
@@ -61,46 +72,48 @@ def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -
     )
 
 
+def gated_convolution(mixer: ShortConv) -> CGatedConvolution:
+    """Return the structure of a mixer."""
+    convolution = mixer.recurrence.convolution
+    bias = convolution.bias
+    pointers = convolution.weight.data_ptr(), None if bias is None else bias.data_ptr()
+    return CGatedConvolution(*pointers, mixer.config.channels, mixer.config.width)
+
+
 class KernelStates:
     """The stretches of a pass (`cache.state.Stretch`) for consecutive layers, and the memory for their results.
 
     The pass refers to this memory from the start, and the kernels fill it.
     """
 
-    def __init__(self, view: StatePass, configs: Mapping[int, MatrixConfig]) -> None:
+    def __init__(self, view: StatePass, configs: Mapping[int, _Config]) -> None:
         """`configs`: Index of a recurrent layer -> its sizes."""
         counts = view.rows.counts
         self._view, self._first_rows = view, list(accumulate(counts, initial=0))
         self._kept_alive: list[object] = []
         """The objects that `table` points to."""
         self._trees: dict[tuple[Tree, int], tuple[int, int]] = {}
-        self._prompts: dict[tuple[MatrixConfig, int], Tensors] = {}
+        self._prompts: dict[tuple[_Config, int], Tensors] = {}
         layers = [list(self._stretches(layer, c)) for layer, c in configs.items()]
         self.count = len(layers[0]) if layers else 0
         """Number of stretches of each layer."""
         self.table = (CStretch * (self.count * len(layers)))(*(one for stretches in layers for one in stretches))
         """The stretches of all layers, layer by layer."""
 
-    def _stretches(self, layer: int, c: MatrixConfig) -> Iterator[CStretch]:
+    def _stretches(self, layer: int, c: _Config) -> Iterator[CStretch]:
         for stretch in self._view.stretches(layer):
             tree, state = stretch.tree, tuple(x.contiguous() for x in stretch.state)
             every, updates = self._updates(layer, c, stretch)
             end = tuple(torch.empty_like(x) for x in state) if tree.is_chain else None
             self._view.keep(layer, stretch, every, end)
             self._kept_alive += [state, updates, end]
-            rows = stretch.rows
-            yield CStretch(
-                *(
-                    self._first_rows[stretch.slot] + rows.start,
-                    rows.stop - rows.start,
-                    tree.start,
-                    *self._tree(tree, c.width),
-                ),
-                *(x.data_ptr() for x in (*state, *updates)),
-                *(x.data_ptr() for x in end or ()),
-            )
+            rows, pointers = stretch.rows, dict[str, int]()
+            for names, tensors in zip(_POINTERS, (state, updates, end or ()), strict=True):
+                pointers |= {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}
+            first = self._first_rows[stretch.slot] + rows.start
+            yield CStretch(first, rows.stop - rows.start, tree.start, *self._tree(tree, c.width), **pointers)
 
-    def _updates(self, layer: int, c: MatrixConfig, stretch: Stretch) -> tuple[Tensors, Tensors]:
+    def _updates(self, layer: int, c: _Config, stretch: Stretch) -> tuple[Tensors, Tensors]:
         """Return the updates that the pass keeps, and the memory for the updates of the stretch's tree.
 
         The pass keeps the updates of all rows since the last commit. Their memory includes that of the tree.
@@ -127,8 +140,10 @@ class KernelStates:
         return self._trees[tree, width]
 
 
-def _updates(c: MatrixConfig, rows: int) -> Tensors:
-    """Return memory for the updates of a matrix state (see `recurrent.MatrixState`)."""
-    shapes = (c.channels,), (c.heads,), (c.key_heads, c.key_dim), (c.heads, c.value_dim)
+def _updates(c: _Config, rows: int) -> Tensors:
+    """Return memory for the updates of a state (see `recurrent.MatrixState` and `recurrent.ConvolutionState`)."""
+    shapes: tuple[tuple[int, ...], ...] = ((c.channels,),)
+    if isinstance(c, MatrixConfig):
+        shapes += (c.heads,), (c.key_heads, c.key_dim), (c.heads, c.value_dim)
     # The kernels write float32 into main memory, whatever defaults the user has set in torch.
     return tuple(torch.empty(rows, *shape, dtype=torch.float32, device="cpu") for shape in shapes)

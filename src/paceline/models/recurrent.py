@@ -76,22 +76,22 @@ class ConvolutionState(Recurrence):
     """The state of a layer that only has a convolution: the last entries. The update of a row is its own entry."""
 
     def __init__(self, convolution: Convolution) -> None:
-        self._convolution = convolution
+        self.convolution = convolution
 
     def empty(self) -> Tensors:
-        return (self._convolution.empty(),)
+        return (self.convolution.empty(),)
 
     def scan(
         self, state: Tensors, earlier: Tensors | None, tree: Tree, inputs: Tensors, prompt: bool
     ) -> tuple[Tensor, Tensors, Tensors | None]:
         """See `Recurrence.scan`. `inputs` holds the entries [T, channels]."""
         every = torch.cat([earlier[0], inputs[0]]) if earlier else inputs[0]
-        out = self._convolution.run(state[0], every, tree)
-        end = (self._convolution.advance(state[0], every),) if tree.is_chain else None
+        out = self.convolution.run(state[0], every, tree)
+        end = (self.convolution.advance(state[0], every),) if tree.is_chain else None
         return out, () if prompt else inputs, end
 
     def apply(self, state: Tensors, updates: Tensors, rows: Sequence[int]) -> Tensors:
-        return (self._convolution.advance(state[0], updates[0][list(rows)]),)
+        return (self.convolution.advance(state[0], updates[0][list(rows)]),)
 
 
 class MatrixState(Recurrence):
@@ -297,14 +297,15 @@ class RecurrentMixer(Mixer):
 class ShortConv(RecurrentMixer):
     """The mixer of LFM2: a short convolution between two gates. The gates are projections of the layer's input."""
 
-    def __init__(self, in_projection: Linear, convolution: Convolution) -> None:
+    def __init__(self, config: ShortConvConfig, in_projection: Linear, convolution: Convolution) -> None:
         """`in_projection` computes the gate before the convolution, the gate after it, and the convolution's
         entries."""
-        self._in_projection, self.recurrence = in_projection, ConvolutionState(convolution)
+        self.config, self.in_projection = config, in_projection
+        self.recurrence: ConvolutionState = ConvolutionState(convolution)
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
-        before, after, entries = self._in_projection.precise(x).chunk(3, -1)
+        before, after, entries = self.in_projection.precise(x).chunk(3, -1)
         return (after * view.recur(layer, (before * entries,))).to(x.dtype)
 
 
@@ -356,7 +357,7 @@ def make_recurrent(
     if isinstance(kind, ShortConvConfig):
         in_projection = weights.linear({prefix + "conv.in_proj": 3 * kind.channels}, c.hidden)
         convolution = make_convolution(kind, weights, prefix + "conv.conv")
-        return ShortConv(in_projection, convolution), "conv.out_proj", kind.channels
+        return ShortConv(kind, in_projection, convolution), "conv.out_proj", kind.channels
     prefix += "linear_attn."
     rate = -weights.get(prefix + "A_log", (kind.heads,), weights.precise_dtype).exp()
     bias = weights.get(prefix + "dt_bias", (kind.heads,), weights.precise_dtype)

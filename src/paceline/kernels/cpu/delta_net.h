@@ -4,23 +4,12 @@
 #include <algorithm>
 #include <vector>
 
-#include "convolution.h"
 #include "delta.h"
 #include "inputs.h"
 #include "rows.h"
+#include "stretches.h"
 
 namespace paceline {
-
-// Rows of one slot that a layer processes together, and the state before their tree. The first `start` rows of the tree belong to
-// earlier passes. An entry is a row of the convolution's input.
-struct Stretch {
-    int32_t first, count, start;              // the rows are `first` to `first` + `count` - 1 of the pass
-    const int32_t* parents;                   // [start + count]: see `Delta`
-    const int64_t* history;                   // [count, width]: see `ShortConvolution`
-    const float *entries_before, *before;     // the state: the last entries [conv_width - 1, channels], and the matrices
-    float *entries, *decay, *keys, *changes;  // updates by all rows of the tree [start + count, *]: the first `start` are known
-    float *last_entries, *after;              // receive the state after the last row of a chain; null for a tree
-};
 
 // Weights and sizes.
 struct DeltaNet {
@@ -62,13 +51,12 @@ struct DeltaNetScratch {
 // The stages of a pass, in the order of the functions. Threads may share each stage.
 class DeltaNetTask {
    public:
-    DeltaNetTask(const DeltaNet& net, const Stretch* stretches, int count, DeltaNetScratch& scratch)
-        : net_(net), stretches_(stretches), count_(count), s_(scratch) {}
+    DeltaNetTask(const DeltaNet& net, const Stretches& stretches, DeltaNetScratch& scratch) : net_(net), stretches_(stretches), s_(scratch) {}
 
     // Records a row's entry and its decays, and computes its betas. projected: the row's output of the first projection.
     [[gnu::flatten]] void enter(int row, const float* projected) const {
-        const Stretch& stretch = of(row);
-        const int64_t at = place(stretch, row);
+        const Stretch& stretch = stretches_.of(row);
+        const int64_t at = stretch.place(row);
         std::copy_n(projected, net_.channels(), stretch.entries + at * net_.channels());
         for (int i = 0; i < net_.heads; i += LANES) {
             const int64_t line = int64_t(row) * padded_size(net_.heads) + i;
@@ -81,23 +69,10 @@ class DeltaNetTask {
         }
     }
 
-    // Writes the entries after the last row of each chain. The next stretch of the slot may begin with them.
-    void keep_entries() const {
-        for (const Stretch& stretch : *this) {
-            const int before = net_.conv_width - 1, rows = stretch.start + stretch.count, channels = net_.channels();
-            for (int i = 0; stretch.last_entries && i < before; i++) {
-                const int number = rows + i;
-                const float* from = number < before ? stretch.entries_before + int64_t(number) * channels
-                                                    : stretch.entries + int64_t(number - before) * channels;
-                std::copy_n(from, channels, stretch.last_entries + int64_t(i) * channels);
-            }
-        }
-    }
-
     // Runs the convolution for a row and norms its queries and keys.
     void convolve(int row, float* scratch) const {
-        const Stretch& stretch = of(row);
-        const int64_t at = place(stretch, row);
+        const Stretch& stretch = stretches_.of(row);
+        const int64_t at = stretch.place(row);
         const ShortConvolution convolution{stretch.count, net_.conv_width, net_.channels(), net_.activated, stretch.entries_before,
                                            stretch.entries, net_.conv_weight, net_.conv_bias, stretch.history, nullptr};
         convolution.run(row - stretch.first, scratch);
@@ -116,7 +91,7 @@ class DeltaNetTask {
     // Advances the state of a head by all rows, then norms and gates the head's outputs: output [rows, stride], with padded heads.
     // projected [rows, width]: output of the first projection.
     void run(int head, float* scratch, float* output, int stride, const float* projected, int width) const {
-        for (const Stretch& stretch : *this) {
+        for (const Stretch& stretch : stretches_) {
             delta(stretch).run(head, scratch);
             for (int row = stretch.first; row < stretch.first + stretch.count; row++) {
                 const float* gates = projected + int64_t(row) * width + net_.channels() + head * net_.values;
@@ -127,22 +102,8 @@ class DeltaNetTask {
 
    private:
     const DeltaNet& net_;
-    const Stretch* const stretches_;
-    const int count_;
+    const Stretches& stretches_;
     DeltaNetScratch& s_;
-
-    const Stretch* begin() const { return stretches_; }
-    const Stretch* end() const { return stretches_ + count_; }
-
-    // The stretch of a row of the pass.
-    const Stretch& of(int row) const {
-        const Stretch* stretch = stretches_;
-        while (row >= stretch->first + stretch->count) stretch++;
-        return *stretch;
-    }
-
-    // Number of a row in its tree.
-    static int64_t place(const Stretch& stretch, int row) { return stretch.start + row - stretch.first; }
 
     Delta delta(const Stretch& stretch) const {
         const int64_t first = stretch.first, values = first * net_.heads * net_.values;

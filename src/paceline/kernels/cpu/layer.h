@@ -7,6 +7,7 @@
 #include "attention_task.h"
 #include "delta_net.h"
 #include "experts.h"
+#include "gated_convolution.h"
 #include "low_rank.h"
 #include "product.h"
 #include "rows.h"
@@ -19,7 +20,7 @@ struct Expert {
 };
 
 struct Layer {
-    Matrix qkv, out;               // first and last linear layer of the mixer (attention, or Gated DeltaNet); `qkv.out` is 0 without a mixer
+    Matrix qkv, out;               // first and last linear layer of the mixer; `qkv.out` is 0 without a mixer
     Matrix router;                 // of a mixture of experts
     Matrix token_gate, token_out;  // see `LayerTask::add_token_embedding`; `token_gate.out` is 0 if the layer adds no token embeddings
     const Expert* experts;         // all of the same kinds and sizes; a single one if this is not a mixture of experts
@@ -36,7 +37,7 @@ struct Layer {
     // `view`, `rotation`: indices into the pass's views and rotations. `index`: number of the layer among the layers of the view, or among
     // the recurrent layers.
     int32_t view, index, rotation;
-    Heads heads;  // of the attention or DeltaNet layer; `padded_dim` is `head_dim` padded to whole lanes
+    Heads heads;  // of the mixer (a convolution has one head of all channels); `padded_dim` is `head_dim` padded to whole lanes
     // LoRA factors of each linear layer, one `LowRank` for each adapter; null if no adapter changes the linear layer.
     const LowRank *qkv_adapters, *out_adapters, *gate_up_adapters, *down_adapters, *token_gate_adapters, *token_out_adapters;
     int32_t gated_attention;  // 1 if `qkv` outputs each query head followed by the gate of that head's attention output
@@ -48,8 +49,10 @@ struct Layer {
     Expert dense;
     int32_t dense_ffn;
     const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
+    const GatedConvolution* convolution;  // the mixer if it is a convolution, or null. `qkv` is then its first projection
 
     bool mixes() const { return qkv.out > 0; }
+    bool attends() const { return mixes() && !delta && !convolution; }
     bool is_moe() const { return routing.count() > 1; }
     bool has_dense() const { return dense.down.out > 0; }
 
@@ -58,7 +61,7 @@ struct Layer {
 
     // Room for a row of the output of `qkv`.
     int qkv_width() const {
-        if (delta) return padded_size(delta->projection_width());
+        if (!attends()) return padded_size(delta ? delta->projection_width() : qkv.out);
         return (1 + gated_attention) * query_width() + (key_heads + value_heads) * heads.padded_dim;
     }
 };
@@ -78,7 +81,7 @@ struct Pass {
     const Stretch* stretches;  // `stretch_count` for each recurrent layer; null if there are no recurrent layers
     int32_t stretch_count;
 
-    const Stretch* stretches_of(const Layer& l) const { return stretches + int64_t(l.index) * stretch_count; }
+    Stretches stretches_of(const Layer& l) const { return {stretches + int64_t(l.index) * stretch_count, stretch_count}; }
 };
 
 // Memory of one thread.
@@ -90,10 +93,9 @@ struct ThreadScratch {
     void reserve(const Layer& l, const Pass& pass) {
         grow(row, 1, std::max(padded_size(l.hidden), l.query_width()));
         if (l.is_moe()) expert_input.reserve(pass.rows, l.experts->gate_up);
-        if (!l.mixes()) return;
-        if (!l.delta) return attention_kernels.reserve(pass.views[l.view], l.heads, pass.slots);
-        const Stretch* stretches = pass.stretches_of(l);
-        for (int i = 0; i < pass.stretch_count; i++) grow(row, 1, int(l.delta->scratch_size(stretches[i])));
+        if (l.attends()) attention_kernels.reserve(pass.views[l.view], l.heads, pass.slots);
+        if (!l.delta) return;
+        for (const Stretch& stretch : pass.stretches_of(l)) grow(row, 1, int(l.delta->scratch_size(stretch)));
     }
 };
 
@@ -137,9 +139,8 @@ struct Scratch {
     void reserve_mixer(const Layer& l, const Pass& pass) {
         const int rows = pass.rows;
         grow(qkv, rows, l.qkv_width()), grow(queries, rows, l.query_width()), grow(mixer_output, rows, l.query_width());
-        if (l.delta)
-            delta.reserve(*l.delta, rows), router_input.reserve(rows, l.delta->beta);
-        else
+        if (l.delta) delta.reserve(*l.delta, rows), router_input.reserve(rows, l.delta->beta);
+        if (l.attends())
             grow(partials, WorkItems(pass.views[l.view], pass.slots, l.heads, pass.threads).partials(rows), partial_size(l.heads));
         qkv_input.reserve(rows, l.qkv), out_input.reserve(rows, l.out);
     }
@@ -260,6 +261,8 @@ class LayerTask {
         multiply(l.qkv, s.qkv_input, s.qkv.data(), qkv_width, l.qkv_adapters);
         if (l.delta)
             run_delta_net();
+        else if (l.convolution)
+            convolve();
         else
             rotate_and_store(), attend();
         each_row([&](int row, ThreadScratch& local) { set_out_input(row, local.row.data()); });
@@ -270,16 +273,27 @@ class LayerTask {
     // Runs Gated DeltaNet between its projections.
     void run_delta_net() {
         const DeltaNet& net = *l.delta;
-        const DeltaNetTask task(net, pass.stretches_of(l), pass.stretch_count, s.delta);
+        const Stretches stretches = pass.stretches_of(l);
+        const DeltaNetTask task(net, stretches, s.delta);
         multiply(net.beta, s.router_input, s.delta.beta_outputs.data(), padded_size(net.heads), nullptr);
         multiply(net.time_step, s.router_input, s.delta.step_outputs.data(), padded_size(net.heads), nullptr);
         each_row([&](int row, ThreadScratch&) { task.enter(row, &s.qkv[int64_t(row) * qkv_width]); });
-        task.keep_entries();
+        stretches.keep_entries(net.conv_width, net.channels());
         each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
         team.split(net.heads, [&](Range heads, int thread) {
             for (int head = heads.from; head < heads.to; head++)
                 task.run(head, locals[thread].row.data(), s.mixer_output.data(), query_width, s.qkv.data(), qkv_width);
         });
+    }
+
+    // Runs a gated convolution between its projections.
+    void convolve() {
+        const GatedConvolution& convolution = *l.convolution;
+        const Stretches stretches = pass.stretches_of(l);
+        auto projected = [&](int row) { return &s.qkv[int64_t(row) * qkv_width]; };
+        each_row([&](int row, ThreadScratch&) { convolution.enter(stretches, row, projected(row)); });
+        stretches.keep_entries(convolution.width, convolution.channels);
+        each_row([&](int row, ThreadScratch&) { convolution.run(stretches, row, projected(row), &s.mixer_output[int64_t(row) * query_width]); });
     }
 
     // Applies the attention gates to a row of the mixer's output, removes the padding of its heads, and sets the input of `out`.
