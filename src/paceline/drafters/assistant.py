@@ -10,10 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.cache.slab import SlabCache
 from paceline.drafters.base import Ask
-from paceline.drafters.growth import ROOT, TreeDrafter, TreeGrowth, logits_of
+from paceline.drafters.growth import ROOT, TreeDrafter, TreeGrowth, head_budget, logits_of, without_drawn_siblings
 from paceline.drafters.hosted import CacheSharing, LastState
 from paceline.errors import UnsupportedModel
-from paceline.kernels.linear import memory_bound_rows
 from paceline.models.assistant import AssistantNetwork
 from paceline.models.decoder import Decoder
 from paceline.models.heads import AssistantConfig
@@ -49,7 +48,7 @@ class Assistant(CacheSharing, LastState, TreeDrafter):
                 f"{type(target).__name__} does not share its keys and values, which an assistant needs",
                 "Use a Gemma 4 model that Paceline runs itself, or another drafter",
             )
-        self.draft = DraftBudget(24, 6, 4) if memory_bound_rows(target.device) > 24 else DraftBudget.chain(3)
+        self.draft = head_budget(target.device)
         self._net, self._device = AssistantNetwork(config, tensors, target), target.device
         self._after: dict[int, dict[int, Tensor]] = {}
         """Slot -> node fed in this round, or `ROOT` for the pending token -> the state [target H] that the assistant
@@ -58,7 +57,7 @@ class Assistant(CacheSharing, LastState, TreeDrafter):
 
     def limit(self, ask: Ask) -> DraftBudget:
         """Return the ask's budget, or an empty budget if there is no state yet."""
-        return ask.budget if ask.slot in self._states and ask.position else DraftBudget.chain(0)
+        return without_drawn_siblings(ask) if ask.slot in self._states and ask.position else DraftBudget.chain(0)
 
     def roots(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:
         self._after = {growth.ask.slot: {} for growth in growths}

@@ -12,9 +12,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedSlot, StateDrafter
-from paceline.drafters.growth import TreeDrafter, TreeGrowth, logits_of, pack_level
+from paceline.drafters.growth import (
+    TreeDrafter,
+    TreeGrowth,
+    head_budget,
+    logits_of,
+    pack_level,
+    without_drawn_siblings,
+)
 from paceline.drafters.model import MAX_SHARED_PASS
-from paceline.kernels.linear import memory_bound_rows
 from paceline.models.eagle import EagleNetwork
 from paceline.models.heads import EagleConfig
 from paceline.protocols import TargetWithHead
@@ -57,9 +63,7 @@ class Eagle(StateDrafter[_EagleSlot], TreeDrafter):
             CorruptModel: If tensors are missing or have the wrong shape.
         """
         self.taps: tuple[Tap, ...] = config.taps
-        # On two cores, with target passes of 41 ms, each level took 3 ms and verifying a tree of 7 rows took another
-        # 4 ms, so short chains were fastest (docs/notes/drafters.md#cost-of-drafting-with-a-head).
-        self.draft = DraftBudget(24, 6, 4) if memory_bound_rows(target.device) > 24 else DraftBudget.chain(3)
+        self.draft = head_budget(target.device)
         self._net, self._device = EagleNetwork(config, tensors, target), target.device
         super().__init__(self._net.new_cache(), _EagleSlot)
 
@@ -68,7 +72,7 @@ class Eagle(StateDrafter[_EagleSlot], TreeDrafter):
         that was not fed)."""
         state = self._slots[ask.slot]
         known = self._cache.lengths[state.cache_slot] + len(state.pending)
-        return ask.budget if 0 < known == len(state.token_ids) - 1 else DraftBudget.chain(0)
+        return without_drawn_siblings(ask) if 0 < known == len(state.token_ids) - 1 else DraftBudget.chain(0)
 
     @torch.inference_mode()
     def roots(self, growths: Sequence[TreeGrowth]) -> Sequence[Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.cache.layout import NONE
 from paceline.drafters.base import Ask, Drafter
+from paceline.kernels.linear import memory_bound_rows
 from paceline.sampling.sampler import Ranked
 from paceline.types import Draft, DraftBudget, Rows
 from paceline.verify.tree import MIN_ROWS, shape
@@ -28,6 +29,23 @@ _MIN_DRAWN_PROBABILITY = 0.3
 depend on measured costs."""
 ROOT = -1
 """The parent of a node that continues the pending token."""
+_CPU_TREE = DraftBudget(nodes=7, depth=4, branch=3)
+"""The draft size of a head on a CPU. Seven nodes and the pending token make eight rows, which fill two tiles of the
+kernels (docs/notes/drafters.md#trees-for-eagle-heads-on-a-cpu)."""
+
+
+def head_budget(device: torch.device) -> DraftBudget:
+    """Return the default draft size of a head that drafts for a target on this device."""
+    return DraftBudget(24, 6, 4) if memory_bound_rows(device) > 24 else _CPU_TREE
+
+
+def without_drawn_siblings(ask: Ask, default: DraftBudget = _CPU_TREE) -> DraftBudget:
+    """Return the ask's budget, or a chain if the rule draws and the budget is `default`.
+
+    Rules that draw need a tree of fixed shape. It would spend rows on unlikely siblings.
+    """
+    size = ask.budget
+    return DraftBudget.chain(min(size.nodes, size.depth)) if ask.draws and size == default else size
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from paceline.drafters.base import Ask
 from paceline.drafters.cached import CachedDrafter, CachedSlot
-from paceline.drafters.growth import TreeDrafter, TreeGrowth, pack_level
+from paceline.drafters.growth import TreeDrafter, TreeGrowth, pack_level, without_drawn_siblings
 from paceline.protocols import Saved, Target, restored
 from paceline.sampling.sampler import Ranked, Subset
 from paceline.types import Draft, DraftBudget, Want
@@ -73,10 +73,9 @@ class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
 
     def limit(self, ask: Ask) -> DraftBudget:
         state = self._slots[ask.slot]
-        budget = ask.budget.within(self._model.context_length - len(state.token_ids))
-        # Some caches accept only chains. Rules that draw need a tree of fixed shape, which would spend rows on unlikely
-        # siblings, so they get a chain by default.
-        chain = (ask.draws and ask.budget == self.draft) or self._cache.fit(state.cache_slot, budget).branch == 1
+        budget = without_drawn_siblings(ask, self.draft).within(self._model.context_length - len(state.token_ids))
+        # Some caches accept only chains.
+        chain = self._cache.fit(state.cache_slot, budget).branch == 1
         return DraftBudget.chain(min(budget.nodes, budget.depth)) if chain else budget
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
