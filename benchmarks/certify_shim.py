@@ -174,7 +174,8 @@ class Paceline:
     def __init__(self, path: Path) -> None:
         import paceline
 
-        self.speculative, self.plain = (paceline.load(str(path), drafter=name) for name in ("eagle3", "none"))
+        options = {"prefix_memory": 0}  # so that both read every prompt from its beginning
+        self.speculative, self.plain = (paceline.load(str(path), drafter=x, **options) for x in ("eagle3", "none"))
 
     def answer(self, body: Body) -> Body:
         """Return the completion of a request."""

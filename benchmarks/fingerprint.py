@@ -98,13 +98,13 @@ def fingerprint(count: int, tokens: int, drafters: Sequence[str]) -> tuple[dict[
     """Return the output by precision and sampling, and a line for each drafter or batch that differed from it."""
     asked, found, wrong = prompts(count), {}, []
     for precision, quantize in PRECISIONS.items():
-        plain = paceline.load("demo", drafter=None, quantize=quantize)
+        plain = paceline.load("demo", drafter=None, quantize=quantize, prefix_memory=0)
         found[precision] = {name: written(plain, asked, tokens, how) for name, how in SAMPLED.items()}
         for name, how in SAMPLED.items():
             if batched(plain, asked, tokens, how) != found[precision][name]:
                 wrong.append(f"{precision}, {name}, batch")
         for drafter in drafters:
-            llm = paceline.load("demo", drafter=drafter, quantize=quantize)
+            llm = paceline.load("demo", drafter=drafter, quantize=quantize, prefix_memory=0)
             for name, how in SAMPLED.items():
                 if written(llm, asked, tokens, how) != found[precision][name]:
                     wrong.append(f"{precision}, {name}, {drafter}")

@@ -520,7 +520,8 @@ def load(
             text. It replaces the model's default template.
         prefix_memory: Memory for the states of earlier prompts and replies, in GiB. If a prompt begins like one of
             them, such as the next turn of a conversation, that beginning is not run through the model again. The text
-            stays the same. 0 keeps nothing.
+            stays the same. The states stay on the model's device. A text with larger states than this is not kept, and
+            0 keeps nothing.
         prefix_dir: A folder for these states, so that they outlive the process. The files contain the tokens of prompts
             and replies, and only their owner can read them. By default, nothing is written.
         prefix_disk: Maximum size of this folder, in GiB. The least recently used files are removed first.
@@ -580,7 +581,7 @@ def _load(arguments: LoadArguments) -> LLM:
     if drafter in (None, "none"):
         llm.engine.policies.default = Speculation(None)
     llm._arguments = arguments if isinstance(arguments.model, (str, Path)) and not arguments.tensor_parallel else None
-    llm.engine.remember(*prefix_limits)
+    llm.engine.remember(*prefix_limits, lazy=True)
     if arguments.exact:
         check_exact(llm.guarantee, loaded.target.device)
     return llm

@@ -255,6 +255,14 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class Measurable(Protocol):
+    """A target that knows the memory of its texts."""
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Return the size, in bytes, of the keys and values of a text of `tokens` tokens."""
+
+
+@runtime_checkable
 class Divisible(Protocol):
     """A target that can make a small excerpt of itself. Self-checks run the excerpt instead of the whole model, to save
     time."""

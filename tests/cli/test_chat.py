@@ -59,6 +59,14 @@ def test_chat_keeps_its_history_and_forgets_it_when_told(asked: list[list[dict[s
     assert "\x1b" not in result.output
 
 
+def test_only_a_conversation_keeps_its_earlier_texts(shop: Shop) -> None:
+    assert chat("one\n").exit_code == 0
+    assert run("run", "demo", "one").exit_code == 0
+    memory = [call["prefix_memory"] for call in shop.calls]
+    assert memory[0] >= 1
+    assert memory[1] == 0
+
+
 def test_a_conversation_shows_its_prompt_while_the_model_loads(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     typing, load = threading.Event(), LoadFlags.load
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +27,11 @@ from paceline.drafters.stack import DrafterStack
 from paceline.drafters.suffix import Suffix
 from paceline.drafters.vocab_map import VocabMap
 from paceline.engine.detokenizer import TextStream
+from paceline.engine.engine import Engine
 from paceline.engine.prefix_cache import PrefixCache
 from paceline.engine.self_check import chunk_invariant, guarantee
 from paceline.engine.stats import Stats
-from paceline.errors import NonFiniteLogits
+from paceline.errors import NonFiniteLogits, OutOfMemory
 from paceline.kernels.cpu.build import library
 from paceline.models.config import RopeConfig
 from paceline.models.decoder import Decoder
@@ -145,6 +147,58 @@ def test_a_single_reply_needs_no_check_of_the_target(result: bool) -> None:
         run(LONG, [*text, 1, 2], Sampling(max_new_tokens=2), engine=engine)
     assert checks == [result]
     assert engine.cached[1] == (len(text) - 1 if result else PREFILL_ROWS)
+
+
+def test_an_estimate_runs_no_check() -> None:
+    """Any thread may ask for an estimate, also during a pass."""
+
+    def check() -> bool:
+        raise AssertionError
+
+    prefixes = PrefixCache(PLENTY, check)
+    text = [i * i % 37 for i in range(50)]
+    run(LONG, text, Sampling(max_new_tokens=2), engine=CachedEngine(LONG, None, None, prefixes))
+    assert prefixes.estimate_hit([*text, 1, 2]) > 40
+
+
+def test_without_memory_for_the_check_only_whole_chunks_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(LONG)
+
+    def check(*_: object) -> bool:
+        raise OutOfMemory("no memory", "Use less")
+
+    monkeypatch.setattr("paceline.engine.engine.chunk_invariant", check)
+    engine.remember(PLENTY, lazy=True)
+    text = [i * i % 37 for i in range(PREFILL_ROWS + 40)]
+    texts = [run(LONG, text, Sampling(max_new_tokens=4), engine=engine)[0] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert engine.prefixes
+    assert engine.prefixes.hits == PREFILL_ROWS
+
+
+def test_a_text_that_is_too_large_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_target(context_length=2048))
+    engine.remember(1000)
+    monkeypatch.setattr(engine.cache, "save", lambda slot: pytest.fail("the text was copied"))
+    run(engine.target, [*range(30)], Sampling(max_new_tokens=4), engine=engine)
+
+
+def test_cached_texts_give_way_to_a_new_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(TOY)
+    engine.remember(PLENTY)
+    sampling = Sampling(max_new_tokens=4)
+    first = run(TOY, [1, 5, 9, 5], sampling, engine=engine)[0]
+    assert engine.prefixes
+    assert len(engine.prefixes)
+    acquire = engine.cache.acquire
+
+    def scarce(*arguments: Any) -> int:
+        if engine.prefixes and len(engine.prefixes):
+            raise OutOfMemory("no memory", "Use less")
+        return acquire(*arguments)
+
+    monkeypatch.setattr(engine.cache, "acquire", scarce)
+    assert run(TOY, [1, 5, 9, 5], sampling, engine=engine)[0] == first
 
 
 @some("name", [*DRAFTERS], fast=KINDS)

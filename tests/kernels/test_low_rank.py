@@ -75,12 +75,15 @@ def tensors_for(name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
         return MAMBA_HYBRID, mamba_tensors()
     if name == "lfm2":
         return LFM2, lfm2_tensors()
-    config = replace(BASE, **MODELS[name])
+    config = replace(BASE, **MODELS["gemma3" if name == AFTER_A_TORCH_MIXER else name])
+    if name == AFTER_A_TORCH_MIXER:
+        config = replace(config, norms=replace(config.norms, qk_norm_after_rope=True))
     return config, tensors_of(config)
 
 
 NATIVE = ["llama", "qwen2: biases", "gemma3", GEMMA4, DELTA_NET, QWEN_MOE, "a mixture", "no size in whole lanes"]
-FAMILIES = [*NATIVE, "a hybrid", "mamba-2", "lfm2"]
+AFTER_A_TORCH_MIXER = "feed-forward blocks on the kernels, attention on torch"
+FAMILIES = [*NATIVE, "a hybrid", "mamba-2", "lfm2", AFTER_A_TORCH_MIXER]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -123,12 +126,14 @@ def test_no_row_depends_on_the_adapters_of_other_rows(name: str, mode: Mode | No
 @needs_kernels
 @of_every_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gemma3", GEMMA4, DELTA_NET, "no size in whole lanes", "heads of 80"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", GEMMA4, DELTA_NET, "no size in whole lanes", "heads of 80", "lfm2", AFTER_A_TORCH_MIXER]
+)
 def test_kernels_compute_what_merging_gives(name: str, dtype: torch.dtype) -> None:
     config, tensors = tensors_for(name)
     held = adapters(tensors)
     model = Decoder(config, tensors, dtype, CPU, adapters=held)
-    assert model._stack.native
+    assert model._stack.native or all(layer.native_mlp for layer in model._stack._parts[0].layers)
     for own, adapter in zip(logits(model, range(1, len(held) + 1)), held, strict=True):
         expected = logits(Decoder(config, merged(tensors, adapter), torch.float64, CPU), [0])[0]
         apart = float((own - expected).norm() / expected.norm())

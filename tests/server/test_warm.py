@@ -43,6 +43,16 @@ def cached_after(warm: Path, path: str, body: dict[str, Any]) -> tuple[int, int]
     return count, int(float(found))
 
 
+def test_the_limit_of_a_worker_replaces_the_prefix_cache_of_its_model() -> None:
+    llm = seamless_llm()
+    llm.engine.remember(1 << 20)
+    kept = llm.engine.prefixes
+    Worker(llm, WorkerLimits(slots=2))
+    assert llm.engine.prefixes is kept
+    Worker(llm, WorkerLimits(slots=2, prefix_bytes=0))
+    assert llm.engine.prefixes is None
+
+
 def test_a_system_prompt_is_read_up_to_the_text_of_a_user(tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text(SYSTEM)
     body = {"messages": [{"role": "system", "content": SYSTEM}, USER], "max_tokens": 2}

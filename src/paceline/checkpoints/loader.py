@@ -234,6 +234,7 @@ def check_divisible(reference: str, config: ModelConfig | None, exact: bool, ran
     if (
         any(layer != LayerConfig(layer.rope, layer.window, sparse=layer.sparse) for layer in config.plan)
         or config.token_inputs
+        or (config.mixture and config.mixture.with_dense)
     ):
         raise UnsupportedModel(
             f"{reference} has recurrent layers, layers of several sizes, or chunked attention, and cannot be split",

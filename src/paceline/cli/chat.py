@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from paceline.cli.background import Background
+from paceline.cli.cache_room import prefix_room
 from paceline.cli.commands import option, print_error
 from paceline.cli.images import data_url, read_images, saved_content
 from paceline.cli.options import LoadFlags, ModelArgument, Quiet, SamplingOptions, progress_wanted
@@ -109,14 +110,17 @@ def run(
     if not prompt:
         chat(argument, load=load, sampling=sampling, system=system, quiet=quiet)
         return
-    conversation = _Chat(load.with_model(argument), sampling, system, quiet)
+    conversation = _Chat(load.with_model(argument), sampling, system, quiet, keeps_prefixes=False)
     conversation.open()
     conversation.answer_once(prompt, images)
 
 
 class _Chat:
-    def __init__(self, load: LoadFlags, options: SamplingOptions, system: str | None, quiet: bool) -> None:
-        self._load, self._options, self._quiet = load, options, quiet
+    def __init__(
+        self, load: LoadFlags, options: SamplingOptions, system: str | None, quiet: bool, keeps_prefixes: bool = True
+    ) -> None:
+        """`keeps_prefixes`: False if there will be a single message."""
+        self._load, self._options, self._quiet, self._keeps_prefixes = load, options, quiet, keeps_prefixes
         self._changes: dict[str, Any] = {}
         self._more = "raise -n"
         self._opening = _system_message(system)
@@ -137,7 +141,8 @@ class _Chat:
 
     def _open(self, load: LoadFlags, progress: bool = True) -> None:
         """Load a model. If that fails, the previous model stays."""
-        llm = load.load(progress=progress and progress_wanted(self._quiet))
+        memory = prefix_room(None) / 2**30 if self._keeps_prefixes else 0.0
+        llm = load.load(progress=progress and progress_wanted(self._quiet), prefix_memory=memory)
         if llm.tokenizer.chat_template is None:
             raise UnsupportedModel(
                 f"{load.model} has no chat template", "Use `paceline generate --raw`, or a chat model"

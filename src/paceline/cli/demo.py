@@ -50,7 +50,7 @@ def demo(
     console = Console()
     console.print("[bold]Prompt[/bold]")
     console.print(Text(question))
-    fast = load.load(progress=True)
+    fast = load.load(progress=True, prefix_memory=0)  # as for `plain`
     from paceline.llm import LLM
 
     plain = LLM(fast.model, None)

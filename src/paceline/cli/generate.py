@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -105,7 +105,7 @@ def generate(
         else:
             rows = read_rows(out.prompts)
     with _destination(out.output, out.prompts) as file:
-        llm = _load(load, model, out.raw, quiet)
+        llm = _load(load, model, out, quiet)
         if out.image:
             llm.required_vision()
         if out.output is not None:
@@ -172,17 +172,18 @@ def _model_and_prompt(
     return None, first
 
 
-def _load(load: LoadFlags, model: str | None, raw: bool, quiet: bool) -> LLM:
+def _load(load: LoadFlags, model: str | None, out: OutputOptions, quiet: bool) -> LLM:
     """Load the model. `model` is the MODEL argument, which may be the first word of a prompt without quotes."""
+    prefixes: dict[str, Any] = {} if out.prompts else {"prefix_memory": 0}  # a single prompt has no earlier texts
     try:
-        llm = load.load(progress=progress_wanted(quiet))
+        llm = load.load(progress=progress_wanted(quiet), **prefixes)
     except ModelNotFound as error:
         if model is None or "/" in model:
             raise
         raise ModelNotFound(
             error.cause, f"{error.fix}. If {model!r} is part of the prompt, quote the prompt"
         ) from error
-    if llm.tokenizer.chat_template is None and not raw:
+    if llm.tokenizer.chat_template is None and not out.raw:
         note("no chat template: the model continues your text")
     return llm
 

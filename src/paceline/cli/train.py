@@ -103,7 +103,8 @@ def train(
 
     run.check(job)
     set_threads(threads)
-    llm = load(target, drafter=None, device=device, progress=progress_wanted(quiet))  # type: ignore[arg-type]
+    shown = progress_wanted(quiet)
+    llm = load(target, drafter=None, device=device, prefix_memory=0, progress=shown)  # type: ignore[arg-type]
     with _progress(quiet) as listener:
         acceptance = run.train(llm, job, listener).acceptance
     if not quiet:

@@ -28,7 +28,7 @@ from paceline.engine.request import Request, accept
 from paceline.engine.self_check import chunk_invariant, guarantee
 from paceline.engine.stats import Clock, Stats, Timer
 from paceline.errors import OutOfMemory, memory_named
-from paceline.protocols import KVCache, Target
+from paceline.protocols import KVCache, Measurable, Target
 from paceline.sampling.sampler import Sampler
 from paceline.types import Draft, DraftBudget, Forward, Guarantee, Rows, Tap, Want
 from paceline.verify.tree import PREFILL_ROWS, chunk_end, pack, pack_prefix
@@ -40,6 +40,7 @@ _LAST = 10.0
 """Maximum number of seconds to write the prefix cache to its folder, when the cache is deleted or the process ends."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 def _exclusive(method: Method) -> Method:
@@ -114,27 +115,30 @@ class Engine:
         `self_check.chunk_invariant`)."""
         return chunk_invariant(self.target, self.guarantee)
 
-    def remember(self, limit: int, folder: Path | None = None, disk: int = 0) -> None:
-        """Enable the prefix cache.
+    def remember(self, limit: int, folder: Path | None = None, disk: int = 0, lazy: bool = False) -> None:
+        """Set the size of the prefix cache.
 
         Args:
             limit: Maximum memory, in bytes. 0 disables the cache.
             folder: Folder for texts that do not fit into memory or that should outlive the process. None keeps the
                 folder of an earlier call, if there was one.
             disk: Maximum size of the folder, in bytes.
+            lazy: True to check `chunk_invariant` only once a prompt could continue from a text in memory. False to
+                check it now.
 
         Raises:
             InvalidOption: If the folder cannot be used.
         """
+        if not limit:
+            self.prefixes = None
+            return
         store = None if self.prefixes is None else self.prefixes.disk
         if folder:
             target, drafters = self.target, {policy.name: policy.drafter for policy in self.policies}
             keyed = {name: (drafter_key(drafter, target), drafter) for name, drafter in drafters.items()}
             store = PrefixStore(folder, disk, target_key(target), self.cache, keyed)
-        if not limit:
-            self.prefixes = None
-            return
-        self.prefixes = PrefixCache(limit, self.chunk_invariant if store else partial(_check, ref(self)), store)
+        now = store or not lazy
+        self.prefixes = PrefixCache(limit, self.chunk_invariant if now else partial(_check, ref(self)), store)
         if store:
             # `finalize` must not hold a reference to the cache itself. So a shallow copy, which shares the texts,
             # writes them when the cache is deleted or the process ends.
@@ -197,7 +201,10 @@ class Engine:
         self._release_slots()
         images = prompt if isinstance(prompt, ImagePrompt) else None
         lag = images.lag if images else 0
-        slot = self.cache.fork(source.slot) if source else self.cache.acquire(len(prompt), adapter, lag)
+        fork = (
+            partial(self.cache.fork, source.slot) if source else partial(self.cache.acquire, len(prompt), adapter, lag)
+        )
+        slot = self._with_memory(fork)
         request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, speculation.max_draft)
         request.adapter, request.images = adapter, images
         with self._holding(request):
@@ -218,7 +225,8 @@ class Engine:
     def resume(self, request: Request) -> None:
         """Acquire a slot for a suspended request. The caller must then prefill the whole text."""
         lag = request.images.lag if request.images else 0
-        request.slot = self.cache.acquire(request.num_prompt_tokens, request.adapter, lag)
+        acquire = partial(self.cache.acquire, request.num_prompt_tokens, request.adapter, lag)
+        request.slot = self._with_memory(acquire)
         request.active, request.resumed, request.num_seen_tokens = True, True, 0
         with self._holding(request):
             if request.policy:
@@ -302,6 +310,9 @@ class Engine:
         reader = request.prompt_reader
         if self.prefixes is None or request.error or (reader and reader.want.logits == "none"):
             return
+        length, target, room = self.cache.lengths[request.slot], self.target, self.prefixes.limit
+        if not self.prefixes.disk and isinstance(target, Measurable) and target.cache_bytes(length) > room:
+            return  # copying the text would take memory, only to drop the copy
         policy = request.policy
         try:
             with suppress(OutOfMemory), memory_named("no memory to keep a text", "Keep fewer"):
@@ -425,21 +436,33 @@ class Engine:
 
     def _forward(self, rows: Rows, want: Want) -> Forward:
         cause = f"no memory on {self.target.device} for a pass of {rows.tokens.numel()} rows"
-        try:
+
+        def forward() -> Forward:
             with memory_named(cause, "Use a shorter prompt, a smaller draft or a smaller dtype"):
                 return self.target.forward(rows, self.cache, want)
+
+        return self._with_memory(forward)
+
+    def _with_memory(self, action: Callable[[], Result]) -> Result:
+        """Run an action that needs memory. If there is none, drop the cached texts, and try again."""
+        try:
+            return action()
         except OutOfMemory:
             if not (self.prefixes and self.prefixes.nbytes):
                 raise
         self.prefixes.clear()  # active requests have priority over cached texts
-        return self._forward(rows, want)
+        return action()
 
 
 def _check(engine: ref[Engine]) -> bool:
-    """Return `Engine.chunk_invariant`, without keeping the engine in memory."""
+    """Return `Engine.chunk_invariant`, or False if there is no memory for the check. This does not keep the engine in
+    memory."""
     own = engine()
     assert own
-    return own.chunk_invariant
+    try:
+        return own.chunk_invariant
+    except OutOfMemory:
+        return False
 
 
 def _release_deleted(engine: ref[Engine], slot: int, request: ref[Request]) -> None:

@@ -59,6 +59,7 @@ class PrefixCache:
     Attributes:
         queries: Number of prompt tokens that were looked up (like prefix_cache_queries in vLLM).
         hits: Number of these tokens that were found (like prefix_cache_hits in vLLM).
+        limit: Maximum memory, in bytes.
         nbytes: Memory of all texts in bytes. It never exceeds the limit.
         disk: The folder. None if texts are kept only in memory.
     """
@@ -76,11 +77,11 @@ class PrefixCache:
                 process that generates a single reply does not need it.
             disk: The folder.
         """
-        self._limit, self.disk = limit, disk
+        self.limit, self.disk = limit, disk
         self._check = chunk_invariant if callable(chunk_invariant) else None
         self._chunk_invariant = self._check is not None or bool(chunk_invariant)
-        """True also while the result is not known. A text that is stored too early then takes memory, but `find`
-        returns only what the result allows."""
+        """True also while the result is not known. If it turns out to be False, texts that were stored before may take
+        memory without being usable."""
         self._entries: dict[CachedText, int] = {}
         """Text -> its size in bytes, least recently used first."""
         self.queries = self.hits = 0
@@ -170,13 +171,12 @@ class PrefixCache:
 
     def estimate_hit(self, tokens: Sequence[int]) -> int:
         """Estimate the number of tokens that `find` would return for a prompt, without counting as a use of the
-        text."""
-        self._run_check()
+        text. Any thread may call this, so it does not run the check."""
         return self._longest_prefix(self._all_texts(), np.asarray(tokens, np.int64), None, None)[1]
 
     def _run_check(self) -> None:
         """Run the check for chunk invariance if there are texts and it has not run yet."""
-        if self._check and self._entries:
+        if self._check and (self._entries or self.disk):
             self._chunk_invariant, self._check = self._check(), None
 
     def _all_texts(self) -> list[CachedText]:
@@ -203,10 +203,10 @@ class PrefixCache:
         """
         kept = {name: saved for name, saved in (drafters or {}).items() if saved}
         entry = CachedText(np.array(tokens, np.int64), prompt, target, kept, adapter)
-        if entry.nbytes > self._limit:
+        if entry.nbytes > self.limit:
             # In memory, this text would evict all other texts, and then itself.
             self._write(entry, *_WRITE_ON_EVICTION)
-            self._drop_waiting(self._limit // 4)
+            self._drop_waiting(self.limit // 4)
             return
         for other in list(self._entries):
             if self._can_replace(entry, other):
@@ -218,12 +218,12 @@ class PrefixCache:
         if self._max_usable_tokens(entry) > 0:
             self._entries[entry] = entry.nbytes
             self._write(entry, *_WRITE_WHILE_CACHED)
-        room = self._limit - min(sum(text.nbytes for text in self._waiting_to_be_written()), self._limit // 4)
+        room = self.limit - min(sum(text.nbytes for text in self._waiting_to_be_written()), self.limit // 4)
         while self.nbytes > room:
             oldest = next(iter(self._entries))
             self._write(oldest, *_WRITE_ON_EVICTION)
             del self._entries[oldest]
-        self._drop_waiting(self._limit // 4)
+        self._drop_waiting(self.limit // 4)
 
     def clear(self) -> None:
         """Drop all texts from memory, including texts that have not been written to disk."""

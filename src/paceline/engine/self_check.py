@@ -126,11 +126,11 @@ def chunk_invariant(target: Target, guarantee: Guarantee) -> bool:
         target: The target.
         guarantee: Result of the function `guarantee` for the target.
     """
-    if isinstance(target, Divisible):
-        target = target.excerpt()
     length = min(BLOCK + _MAX_PASS_ROWS, target.context_length - _MAX_PASS_ROWS)
     if guarantee != "bits" or length < 2 * _MAX_PASS_ROWS:
         return False
+    if isinstance(target, Divisible):
+        target = target.excerpt()
     tokens = _tokens(target, length)
     # Rows with an adapter also go through all operations of plain rows, so checking them is enough.
     cache, adapter = target.new_cache(), min(1, _adapters(target))

@@ -16,9 +16,9 @@ from paceline.models.config import MatrixConfig, ShortConvConfig
 from paceline.models.recurrent import DeltaNet, ShortConv
 
 _Config = MatrixConfig | ShortConvConfig
-_POINTERS = ("entries_before", "before"), ("entries", "decay", "keys", "changes"), ("last_entries", "after")
-"""Fields of `CStretch` for the tensors of the state before a stretch, its updates, and the state after it. A gated
-convolution has only the first tensor of each."""
+_MATRIX_FIELDS = ("entries_before", "before"), ("entries", "decay", "keys", "changes"), ("last_entries", "after")
+_CONVOLUTION_FIELDS = ("entries_before",), ("entries",), ("last_entries",)
+"""Fields of `CStretch` for the tensors of the state before a stretch, its updates, and the state after it."""
 
 
 class CDeltaNet(Structure):
@@ -108,8 +108,10 @@ class KernelStates:
             self._view.keep(layer, stretch, every, end)
             self._kept_alive += [state, updates, end]
             rows, pointers = stretch.rows, dict[str, int]()
-            for names, tensors in zip(_POINTERS, (state, updates, end or ()), strict=True):
-                pointers |= {name: x.data_ptr() for name, x in zip(names, tensors, strict=False)}
+            names_of = _MATRIX_FIELDS if isinstance(c, MatrixConfig) else _CONVOLUTION_FIELDS
+            for names, tensors in zip(names_of, (state, updates, end), strict=True):
+                if tensors is not None:
+                    pointers |= {name: x.data_ptr() for name, x in zip(names, tensors, strict=True)}
             first = self._first_rows[stretch.slot] + rows.start
             yield CStretch(first, rows.stop - rows.start, tree.start, *self._tree(tree, c.width), **pointers)
 

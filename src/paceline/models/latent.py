@@ -75,7 +75,7 @@ class LatentAttention(Mixer):
 
     @property
     def runs_on_kernels(self) -> bool:
-        """True if the CPU kernels compute all matrix multiplications."""
+        """True if the CPU kernels compute the products by head."""
         return isinstance(self._keys, NativeHeadLinear) and isinstance(self._values, NativeHeadLinear)
 
 

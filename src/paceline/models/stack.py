@@ -94,7 +94,7 @@ class LayerStack:
 
     @property
     def multiplies_on_kernels(self) -> bool:
-        """False if torch computes a matrix multiplication of latent attention. Other layers do not decide this."""
+        """False if torch computes the products by head in a layer with latent attention."""
         mixers = [layer.mixer for part in self._parts for layer in part.layers]
         return all(mixer.runs_on_kernels for mixer in mixers if isinstance(mixer, LatentAttention))
 

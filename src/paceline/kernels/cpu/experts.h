@@ -10,7 +10,7 @@
 namespace paceline {
 
 // How rows choose `top_k` of `routed` experts: by softmax or by sigmoid. With sigmoid, rows may first choose `groups_used` of `groups`
-// groups of experts (`groups` is 0 if there are none), `bias` may be added to the scores that are compared, and `scales` may
+// groups of experts (`groups` is 0 if there are none), and `bias` may be added to the scores that are compared. `scales` may
 // multiply the weights. `shared`: 1 if all rows also use one more expert, numbered last.
 struct Routing {
     int32_t routed, top_k, normalised, sigmoid, groups, groups_used, group_best, shared;

@@ -166,7 +166,7 @@ class LayerTask {
             set_input(s.mlp_input, l.has_dense() ? l.dense.gate_up : l.experts->gate_up, row, x, l.gate_up_adapters);
             if (l.is_moe() && !l.has_dense()) set_input(s.router_input, l.router, row, x, nullptr);
         });
-        if (l.has_dense() && !run_dense()) return false;
+        if (l.has_dense()) run_dense();
         route();
         feed_forward({l.experts, l.ffn, l.is_moe()});
         if (!all_reduce()) return false;
@@ -373,17 +373,15 @@ class LayerTask {
         s.routes.assign(l.routing.count(), rows, l.routing.per_row(), l.is_moe() ? s.chosen.data() : nullptr, s.expert_weights.data());
     }
 
-    // Runs the dense network beside the experts, and sets the inputs of the experts and the router. Returns false if the all-reduce fails.
-    bool run_dense() {
+    // Runs the dense network beside the experts, and sets the inputs of the experts and the router. Such a layer is never split.
+    void run_dense() {
         s.routes.assign(1, rows, 1, nullptr, nullptr);
         feed_forward({&l.dense, l.dense_ffn, false});
-        if (!all_reduce()) return false;
         each_row([&](int row, ThreadScratch& local) {
             normed(&s.dense_output[int64_t(row) * hidden], addend(row), l.dense_post_norm, l.hidden, l.eps);
             set_input(s.mlp_input, l.experts->gate_up, row, normed_row(row, l.expert_norm, local), nullptr);
             set_input(s.router_input, l.router, row, normed_row(row, l.router_norm, local), nullptr);
         });
-        return true;
     }
 
     // Adds the output of the dense network to the normalised output of the experts.

@@ -200,7 +200,7 @@ bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     int views = 0;
     for (const Layer* l = layers; l < layers + count; l++) {
         // Groups do not help a mixture of experts, since each group would read the weights of nearly all experts. The stretches of a
-        // recurrent layer cannot be cut.
+        // recurrent layer cannot be cut, and a layer without a mixer has no views to cut.
         if (l->is_moe() || !l->attends()) return false;
         views = std::max(views, l->view + 1);
     }
@@ -216,8 +216,9 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* m
     Groups& groups = state.groups;
     const LayersCall<Element> call{layers, count, static_cast<Number*>(x), static_cast<const Number*>(mixer_input), mixer_width, taps, tap_count,
                            static_cast<Number*>(states)};
-    // Half layers leave the thread count as it is, because they are too many to be remembered one by one.
-    const void* work = layers->mixes() ? layers : nullptr;
+    // Layers without a mixer are called one at a time, and are too many for a thread count each. All of them use all threads.
+    static const char without_mixer = 0;
+    const void* work = layers->mixes() ? static_cast<const void*>(layers) : &without_mixer;
     Team team(pass.threads, work);
     pass.threads = team.count();
     bool in_groups = false;
@@ -244,7 +245,7 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* m
         for (int i = 0; i < count; i++)
             if (!call.layer(state.scratch, pass, i, state.threads.data(), team)) return 2;
     }
-    if (work) team.passed(pass.rows);
+    if (layers->mixes()) team.passed(pass.rows);
     return 0;
 }
 
