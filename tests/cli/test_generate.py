@@ -89,7 +89,7 @@ def test_options_reach_the_library(shop: Shop) -> None:
         | {"adapter": "a", "adapters": {}, "token": "t", "allow_pickle": False, "progress": False}
         | {"device_map": None, "draft_device_map": None, "tensor_parallel": False}
         | {"quantize": "int8", "draft_quantize": "int4", "draft_revision": "d", "draft_vocab": "auto"}
-        | {"chat_template": None, "kv_type": "int8", "mmproj": None}
+        | {"chat_template": None, "kv_type": "int8", "mmproj": None, "prefix_memory": 0}
     ]
 
 
