@@ -174,8 +174,9 @@ class Paceline:
     def __init__(self, path: Path) -> None:
         import paceline
 
-        options = {"prefix_memory": 0}  # so that both read every prompt from its beginning
-        self.speculative, self.plain = (paceline.load(str(path), drafter=x, **options) for x in ("eagle3", "none"))
+        # Without a prefix cache, both read every prompt from its beginning.
+        self.speculative = paceline.load(str(path), drafter="eagle3", prefix_memory=0)
+        self.plain = paceline.load(str(path), drafter="none", prefix_memory=0)
 
     def answer(self, body: Body) -> Body:
         """Return the completion of a request."""

@@ -125,6 +125,10 @@ def _heads(count: int, kv: int, size: int) -> dict[str, int]:
     }
 
 
+def _expert_sizes(count: int, used: int, width: int) -> dict[str, int]:
+    return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
+
+
 # Models
 
 
@@ -169,9 +173,7 @@ QWEN3_30B_A3B = Model(
         **_heads(32, 4, 128),
         "context_length": 40960,
         "feed_forward_length": 6144,
-        "expert_count": 128,
-        "expert_used_count": 8,
-        "expert_feed_forward_length": 768,
+        **_expert_sizes(128, 8, 768),
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1000000.0,
     },
@@ -200,9 +202,7 @@ GPT_OSS_20B = Model(
         **_heads(64, 8, 64),
         "context_length": 131072,
         "feed_forward_length": 2880,
-        "expert_count": 32,
-        "expert_used_count": 4,
-        "expert_feed_forward_length": 2880,
+        **_expert_sizes(32, 4, 2880),
         "attention.sliding_window": 128,
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 150000.0,
@@ -226,6 +226,18 @@ def _shared(layers: int) -> int:
     It is a multiple of 6, as llama.cpp expects.
     """
     return layers * 3 // 7 // 6 * 6
+
+
+_GEMMA_4 = {
+    "attention.key_length_swa": 256,
+    "attention.value_length_swa": 256,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.freq_base": 1000000.0,
+    "rope.freq_base_swa": 10000.0,
+    "rope.dimension_count": 512,
+    "rope.dimension_count_swa": 256,
+    "final_logit_softcapping": 30.0,
+}
 
 
 def _gemma_layer(i: int, layers: int) -> Iterator[Part]:
@@ -254,18 +266,11 @@ GEMMA_4_E4B = Model(
     vocab=262144,
     fields={
         **_heads(8, 2, 512),
-        "attention.key_length_swa": 256,
-        "attention.value_length_swa": 256,
+        **_GEMMA_4,
         "context_length": 131072,
         "feed_forward_length": 10240,
         "embedding_length_per_layer_input": 256,
         "attention.sliding_window": 512,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 1000000.0,
-        "rope.freq_base_swa": 10000.0,
-        "rope.dimension_count": 512,
-        "rope.dimension_count_swa": 256,
-        "final_logit_softcapping": 30.0,
     },
     layer=_gemma_layer,
     top=_gemma_top,
@@ -300,21 +305,12 @@ GEMMA_4_26B_A4B = Model(
     vocab=262144,
     fields={
         **_heads(16, 8, 512),
-        "attention.key_length_swa": 256,
-        "attention.value_length_swa": 256,
+        **_GEMMA_4,
         "context_length": 262144,
         "feed_forward_length": 2112,
-        "expert_count": 128,
-        "expert_used_count": 8,
-        "expert_feed_forward_length": 704,
+        **_expert_sizes(128, 8, 704),
         "embedding_length_per_layer_input": 0,
         "attention.sliding_window": 1024,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 1000000.0,
-        "rope.freq_base_swa": 10000.0,
-        "rope.dimension_count": 512,
-        "rope.dimension_count_swa": 256,
-        "final_logit_softcapping": 30.0,
     },
     layer=_gemma_moe_layer,
     top=lambda layers: [*_tables(262144, 2816, Q6_K, None), Part("rope_freqs.weight", (256,))],
@@ -405,10 +401,8 @@ GLM_4_7_FLASH = Model(
         "vocab_size": 154880,
         "feed_forward_length": 10240,
         "leading_dense_block_count": 1,
-        "expert_count": 64,
-        "expert_used_count": 4,
+        **_expert_sizes(64, 4, 1536),
         "expert_shared_count": 1,
-        "expert_feed_forward_length": 1536,
         "expert_weights_scale": 1.8,
         "expert_weights_norm": True,
         "expert_gating_func": 2,
@@ -452,9 +446,7 @@ LFM2_8B_A1B = Model(
         "vocab_size": 65536,
         "feed_forward_length": 7168,
         "leading_dense_block_count": 2,
-        "expert_count": 32,
-        "expert_used_count": 4,
-        "expert_feed_forward_length": 1792,
+        **_expert_sizes(32, 4, 1792),
         "expert_gating_func": 2,
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 1000000.0,

@@ -92,6 +92,10 @@ class DraftBudget:
         depth = max(0, min(self.depth, depth, nodes))
         return DraftBudget(min(nodes, depth) if self.branch == 1 or not depth else nodes, depth, self.branch)
 
+    def as_chain(self) -> DraftBudget:
+        """Return the longest chain within this budget."""
+        return DraftBudget.chain(min(self.nodes, self.depth))
+
     def limited(self, most: DraftBudget) -> DraftBudget:
         """Return a copy of this budget, with each limit at most the limit in `most`."""
         nodes, depth = min(self.nodes, most.nodes), min(self.depth, most.depth)

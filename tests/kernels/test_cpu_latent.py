@@ -12,9 +12,9 @@ from paceline.engine.self_check import chunk_invariant, guarantee
 from paceline.kernels.cpu.build import library
 from paceline.models.config import AttentionConfig, LatentConfig, RopeConfig
 from paceline.models.decoder import Decoder
-from paceline.testing import random_tensors
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack
+from tests.support.latents import latent_tensors
 from tests.support.native_models import BASE, CPU, text, whole
 
 pytestmark = [
@@ -27,21 +27,7 @@ PRECISION = {torch.float32: 1e-5, torch.bfloat16: 0.03, torch.float16: 4e-3}
 
 
 def tensors() -> dict[str, Tensor]:
-    c, draw = LATENT, torch.Generator().manual_seed(3)
-    made = {name: x for name, x in random_tensors(CONFIG, 1).items() if "self_attn" not in name}
-    shapes = {
-        "q_a_proj": (c.query_rank, CONFIG.hidden),
-        "q_b_proj": (CONFIG.heads * (c.plain + c.rotary), c.query_rank),
-        "kv_a_proj_with_mqa": (c.rank + c.rotary, CONFIG.hidden),
-        "kv_b_proj": (CONFIG.heads * (c.plain + c.value), c.rank),
-        "o_proj": (CONFIG.hidden, CONFIG.heads * c.value),
-    }
-    for i in range(CONFIG.layers):
-        attention = f"model.layers.{i}.self_attn."
-        made |= {f"{attention}{x}.weight": torch.randn(s, generator=draw) * s[1] ** -0.5 for x, s in shapes.items()}
-        made[f"{attention}q_a_layernorm.weight"] = torch.ones(c.query_rank)
-        made[f"{attention}kv_a_layernorm.weight"] = torch.ones(c.rank)
-    return {name: x.bfloat16().float() for name, x in made.items()}
+    return {name: x.bfloat16().float() for name, x in latent_tensors(CONFIG, 1).items()}
 
 
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)

@@ -27,6 +27,7 @@ from paceline.models.decoder import Decoder
 from paceline.models.heads import AssistantConfig, ExitConfig
 from paceline.testing import TINY, random_tensors
 from tests.support.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
+from tests.support.latents import latent_tensors
 from tests.support.tiny_heads import (
     TINY_BLOCK,
     TINY_MEDUSA,
@@ -55,19 +56,7 @@ _LATENT = LatentConfig(rank=12, query_rank=0, plain=4, rotary=4, value=6)
 
 def _latent(seed: int) -> Decoder:
     config = replace(TINY, kv_heads=1, head_dim=16, attention=AttentionConfig(latent=_LATENT))
-    c, draw = _LATENT, torch.Generator().manual_seed(seed)
-    tensors = {name: x for name, x in random_tensors(config, seed).items() if "self_attn" not in name}
-    shapes = {
-        "q_proj": (config.heads * (c.plain + c.rotary), config.hidden),
-        "kv_a_proj_with_mqa": (c.rank + c.rotary, config.hidden),
-        "kv_b_proj": (config.heads * (c.plain + c.value), c.rank),
-        "o_proj": (config.hidden, config.heads * c.value),
-    }
-    for i in range(config.layers):
-        attn = f"model.layers.{i}.self_attn."
-        tensors |= {f"{attn}{name}.weight": torch.randn(s, generator=draw) * 0.4 for name, s in shapes.items()}
-        tensors[f"{attn}kv_a_layernorm.weight"] = torch.ones(c.rank)
-    return small(config, tensors)
+    return small(config, latent_tensors(config, seed, scale=0.4))
 
 
 KINDS: dict[str, Callable[[int], Decoder]] = {

@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
     GEMMA4_MOE: {
         **{"norms": NormConfig(after=True, heads="shared", values=True), "attention": AttentionConfig(scale=0.1)},
         **{"activation": "gelu_pytorch_tanh", "layer_scale": True, "ffn": 80, "layers": 3},
-        "mixture": MixtureConfig(9, 3, 52, normalised=True, with_dense=True),
+        "mixture": MixtureConfig(9, 3, 52, normalised=True, with_dense=True, router="router.proj"),
         "special": tuple(replace(layer, sparse=True) for layer in (_LOCAL, _WIDE, _LOCAL)),
     },
     DELTA_NET: {
@@ -262,14 +262,8 @@ def experts_beside_dense(c: ModelConfig, layer: str, draw: torch.Generator) -> d
     norms = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
     tensors = {f"{layer}{name}.weight": torch.ones(c.hidden) for name in norms}
     tensors |= {f"{layer}router.scale": torch.ones(c.hidden), f"{layer}router.per_expert_scale": torch.ones(e.count)}
-    tensors[f"{layer}router.proj.weight"] = torch.randn(e.count, c.hidden, generator=draw) * c.hidden**0.5
-    for name, shape in (
-        ("gate_proj", (e.ffn, c.hidden)),
-        ("up_proj", (e.ffn, c.hidden)),
-        ("down_proj", (c.hidden, e.ffn)),
-    ):
-        for number in range(e.count):
-            tensors[f"{layer}experts.{number}.{name}.weight"] = torch.randn(shape, generator=draw) * shape[1] ** -0.5
+    tensors |= experts_of(c, layer, draw)
+    tensors[f"{layer}router.proj.weight"] *= c.hidden**0.5  # the router's input is divided by it
     return tensors
 
 

@@ -44,8 +44,7 @@ def without_drawn_siblings(ask: Ask, default: DraftBudget = _CPU_TREE) -> DraftB
 
     Rules that draw need a tree of fixed shape. It would spend rows on unlikely siblings.
     """
-    size = ask.budget
-    return DraftBudget.chain(min(size.nodes, size.depth)) if ask.draws and size == default else size
+    return ask.budget.as_chain() if ask.draws and ask.budget == default else ask.budget
 
 
 @dataclass(slots=True)

@@ -75,8 +75,7 @@ class DraftModel(CachedDrafter[CachedSlot], TreeDrafter):
         state = self._slots[ask.slot]
         budget = without_drawn_siblings(ask, self.draft).within(self._model.context_length - len(state.token_ids))
         # Some caches accept only chains.
-        chain = self._cache.fit(state.cache_slot, budget).branch == 1
-        return DraftBudget.chain(min(budget.nodes, budget.depth)) if chain else budget
+        return budget.as_chain() if self._cache.fit(state.cache_slot, budget).branch == 1 else budget
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         unread = [self._catch_up(ask) for ask in asks]

@@ -73,10 +73,9 @@ each token of backlog (as a share of a pass with one row)."""
 _PRICED_ROWS = 7
 """Number of drafted rows over which the cost of a row is averaged. The first rows cost less than later ones."""
 _READING_MARGIN = 1.3
-"""R: Factor by which the expected saving must exceed the time of catching up, because many replies end before the
-expected length."""
+"""R: Minimum ratio of the expected saving to the time of catching up. It is above 1, because many replies end early."""
 _SPEED_SHARE = 0.15
-"""Share of the relative difference between measured and expected time by which the slowness changes after a pass."""
+"""After a pass, the slowness changes by this share of the relative difference between measured and expected time."""
 _MAX_SPEED_RATIO = 1.5
 """Maximum ratio of measured to expected time. Its inverse is the minimum."""
 _SPEED_DECAY = 0.99
@@ -265,7 +264,7 @@ class Controller:
         """
         self.free, self.reads_prompt = free, reads_prompt and not free
         if maximum.branch == 1:
-            maximum = DraftBudget.chain(min(maximum.nodes, maximum.depth))
+            maximum = maximum.as_chain()
         self.sizes: list[DraftBudget] = _sizes(maximum)
         """The draft sizes to choose from, from no draft to `maximum`."""
         self._depths = [size.depth for size in self.sizes]
@@ -288,8 +287,8 @@ class Controller:
         self._pause = _MIN_TRY_GAP
         """Length of the next pause, in rounds."""
         self._slowness = 1.0
-        """Factor by which the machine is slower than usual at the moment. Measured times are divided by it before they
-        are stored."""
+        """Current time of a pass relative to its usual time. Measured times are divided by it before they are
+        stored."""
         self._saved = 0.0
         """Seconds that have been saved up for tries."""
         self._plain = 0.0

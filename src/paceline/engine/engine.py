@@ -201,10 +201,8 @@ class Engine:
         self._release_slots()
         images = prompt if isinstance(prompt, ImagePrompt) else None
         lag = images.lag if images else 0
-        fork = (
-            partial(self.cache.fork, source.slot) if source else partial(self.cache.acquire, len(prompt), adapter, lag)
-        )
-        slot = self._with_memory(fork)
+        acquire = partial(self.cache.acquire, len(prompt), adapter, lag)
+        slot = self._with_memory(partial(self.cache.fork, source.slot) if source else acquire)
         request = Request(list(prompt), len(prompt), sampler, stream, stats, slot, policy, speculation.max_draft)
         request.adapter, request.images = adapter, images
         with self._holding(request):

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear, fields
 from paceline.kernels.linear import Linear
 from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass, without_adapters
+from paceline.models.config import ShortConvConfig
 from paceline.models.cpu_states import (
     CDeltaNet,
     CGatedConvolution,
@@ -36,6 +37,7 @@ from paceline.models.recurrent import DeltaNet, ShortConv
 from paceline.models.rope import Rope
 
 _NativeMixer = Attention | DeltaNet | ShortConv
+CStructure = TypeVar("CStructure", bound=Structure)
 
 
 class _Expert(Structure):
@@ -205,9 +207,10 @@ class NativeLayers:
             *(parts.networks[0].down.matrix.shape[0], gated.out, GATES[gated.activation], head_dim),
             *(number * token_gate.out, keys, values, *place, rope),
             *(heads, *map(self._adapters_of, _adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
-            *(self._delta_net(mixer), _matrix(parts.shared_gate)),
+            self._kept(delta_net(mixer, self._pointer) if isinstance(mixer, DeltaNet) else None),
+            _matrix(parts.shared_gate),
             *(*_dense_beside_experts(parts.dense), *map(self._pointer, _expert_norms(layer))),
-            self._convolution(mixer),
+            self._kept(gated_convolution(mixer) if isinstance(mixer, ShortConv) else None),
         )
 
     def _heads(
@@ -217,12 +220,10 @@ class NativeLayers:
         the heads. All are 0 without a mixer."""
         if mixer is None:
             return 0, 0, 0, CHeads()
-        if isinstance(mixer, DeltaNet):
-            size = mixer.config.value_dim
-            return size, 0, 0, CHeads(mixer.config.heads, 0, padded_size(size))
-        if isinstance(mixer, ShortConv):
-            size = mixer.config.channels
-            return size, 0, 0, CHeads(1, 0, padded_size(size))
+        if not isinstance(mixer, Attention):
+            c = mixer.config
+            count, size = (1, c.channels) if isinstance(c, ShortConvConfig) else (c.heads, c.value_dim)
+            return size, 0, 0, CHeads(count, 0, padded_size(size))
         assert spec
         assert qkv
         size, keys = mixer.head_dim, mixer.kv_heads
@@ -231,19 +232,12 @@ class NativeLayers:
         scale, softcap, sinks = spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
         return size, keys, values, CHeads(mixer.heads, kv_heads, padded_size(size), scale, softcap, sinks)
 
-    def _delta_net(self, mixer: _NativeMixer | None) -> ctypes._Pointer[CDeltaNet] | None:
-        """Return a pointer to the structure of a Gated DeltaNet, or None for another mixer."""
-        if not isinstance(mixer, DeltaNet):
+    def _kept(self, mixer: CStructure | None) -> ctypes._Pointer[CStructure] | None:
+        """Keep the structure of a mixer alive, and return a pointer to it, or None for None."""
+        if mixer is None:
             return None
-        self._mixers.append(made := delta_net(mixer, self._pointer))
-        return ctypes.pointer(made)
-
-    def _convolution(self, mixer: _NativeMixer | None) -> ctypes._Pointer[CGatedConvolution] | None:
-        """Return a pointer to the structure of a gated convolution, or None for another mixer."""
-        if not isinstance(mixer, ShortConv):
-            return None
-        self._mixers.append(made := gated_convolution(mixer))
-        return ctypes.pointer(made)
+        self._mixers.append(mixer)
+        return ctypes.pointer(mixer)
 
     def _routing(self, parts: _NativeParts) -> _Routing:
         moe = parts.moe

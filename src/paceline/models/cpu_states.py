@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.cache.state import StatePass, Stretch, Tensors, Tree
 from paceline.kernels.cpu.matrix import CMatrix, NativeLinear, fields
 from paceline.models.config import MatrixConfig, ShortConvConfig
-from paceline.models.recurrent import DeltaNet, ShortConv
+from paceline.models.recurrent import Convolution, DeltaNet, ShortConv
 
 _Config = MatrixConfig | ShortConvConfig
 _MATRIX_FIELDS = ("entries_before", "before"), ("entries", "decay", "keys", "changes"), ("last_entries", "after")
@@ -62,11 +62,10 @@ def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -
     assert gates
     c, (beta, step), state = mixer.config, gates, mixer.recurrence
     (queries, keys), convolution = state.qk_norms, state.convolution
-    bias = convolution.bias
     return CDeltaNet(
         *(beta.matrix.c, step.matrix.c, pointer(mixer.decay_rate), pointer(mixer.step_bias)),
         *(pointer(queries.weight), pointer(keys.weight), pointer(mixer.norm.weight)),
-        *(convolution.weight.data_ptr(), None if bias is None else bias.data_ptr()),
+        *_weights(convolution),
         *(queries.eps, mixer.norm.eps),
         *(c.heads, c.key_heads, c.key_dim, c.value_dim, c.width, c.tiled, convolution.activated),
     )
@@ -74,10 +73,12 @@ def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -
 
 def gated_convolution(mixer: ShortConv) -> CGatedConvolution:
     """Return the structure of a mixer."""
-    convolution = mixer.recurrence.convolution
-    bias = convolution.bias
-    pointers = convolution.weight.data_ptr(), None if bias is None else bias.data_ptr()
-    return CGatedConvolution(*pointers, mixer.config.channels, mixer.config.width)
+    return CGatedConvolution(*_weights(mixer.recurrence.convolution), mixer.config.channels, mixer.config.width)
+
+
+def _weights(convolution: Convolution) -> tuple[int, int | None]:
+    """Return the addresses of a convolution's weight and bias."""
+    return convolution.weight.data_ptr(), None if convolution.bias is None else convolution.bias.data_ptr()
 
 
 class KernelStates:

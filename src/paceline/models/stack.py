@@ -64,6 +64,8 @@ class LayerStack:
         ]
         mixers = [layer.mixer for layer in layers]
         self._recurrences = {i: mixer.recurrence for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)}
+        self.multiplies_on_kernels = all(m.runs_on_kernels for m in mixers if isinstance(m, LatentAttention))
+        """False if torch computes the products by head in a layer with latent attention."""
         precise = torch.promote_types(host.dtype, torch.float32)
         rotary = config.attention.latent.rotary if config.attention.latent else config.head_dim
         ropes = [(layer.rope or layer.temperature, layer.head_dim or rotary) for layer in plan]
@@ -91,12 +93,6 @@ class LayerStack:
     def native(self) -> NativeLayers | None:
         """The structures of the CPU kernels, if one call of the kernels runs all layers. Otherwise None."""
         return self._parts[0].native if len(self._parts) == 1 else None
-
-    @property
-    def multiplies_on_kernels(self) -> bool:
-        """False if torch computes the products by head in a layer with latent attention."""
-        mixers = [layer.mixer for part in self._parts for layer in part.layers]
-        return all(mixer.runs_on_kernels for mixer in mixers if isinstance(mixer, LatentAttention))
 
     @property
     def devices(self) -> list[torch.device]:

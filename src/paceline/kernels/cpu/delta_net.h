@@ -73,9 +73,7 @@ class DeltaNetTask {
     void convolve(int row, float* scratch) const {
         const Stretch& stretch = stretches_.of(row);
         const int64_t at = stretch.place(row);
-        const ShortConvolution convolution{stretch.count, net_.conv_width, net_.channels(), net_.activated, stretch.entries_before,
-                                           stretch.entries, net_.conv_weight, net_.conv_bias, stretch.history, nullptr};
-        convolution.run(row - stretch.first, scratch);
+        stretch.convolution(net_.conv_width, net_.channels(), net_.activated, net_.conv_weight, net_.conv_bias).run(row - stretch.first, scratch);
         float* head = scratch + padded_size(net_.channels());
         for (int i = 0; i < 2 * net_.key_heads; i++) {
             const bool is_query = i < net_.key_heads;

@@ -21,9 +21,7 @@ struct GatedConvolution {
     // Computes a row of the mixer's output [channels].
     void run(const Stretches& stretches, int row, const float* projected, float* to) const {
         const Stretch& stretch = stretches.of(row);
-        const ShortConvolution convolution{stretch.count, width,  channels, 0,    stretch.entries_before,
-                                           stretch.entries, weight, bias,     stretch.history, nullptr};
-        convolution.run(row - stretch.first, to);
+        stretch.convolution(width, channels, 0, weight, bias).run(row - stretch.first, to);
         for (int i = 0; i < channels; i++) to[i] *= projected[channels + i];
     }
 };

@@ -170,8 +170,8 @@ class LayerTask {
         route();
         feed_forward({l.experts, l.ffn, l.is_moe()});
         if (!all_reduce()) return false;
-        if (l.has_dense()) each_row([&](int row, ThreadScratch&) { add_dense_output(row); });
         each_row([&](int row, ThreadScratch&) {
+            if (l.has_dense()) add_dense_output(row);
             add_to_stream(row, l.mlp_post_norm, l.residual_scale, !adds_tokens);
             if (adds_tokens) set_token_input(row);
         });

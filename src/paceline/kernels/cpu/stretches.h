@@ -21,6 +21,11 @@ struct Stretch {
 
     // Number of a row in its tree.
     int64_t place(int row) const { return start + row - first; }
+
+    // The convolution of these rows. See `ShortConvolution`.
+    ShortConvolution convolution(int width, int channels, int activated, const float* weight, const float* bias) const {
+        return {count, width, channels, activated, entries_before, entries, weight, bias, history, nullptr};
+    }
 };
 
 // All stretches of a pass in one layer.
