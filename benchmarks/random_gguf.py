@@ -458,6 +458,63 @@ LFM2_8B_A1B = Model(
     fields_of_layers=lambda layers: {"attention.head_count_kv": [8 if _lfm2_attends(i) else 0 for i in range(layers)]},
 )
 
+
+def _granite_attends(i: int) -> bool:
+    return i in (5, 15, 25, 35)
+
+
+def _granite_layer(i: int, layers: int) -> Iterator[Part]:
+    values, inner, state, heads = _more_bits(i, layers), 2 * 1536, 128, 48
+    yield from _norms(1536, "attn_norm", "ffn_norm")
+    if _granite_attends(i):
+        yield from _attention(1536, 12 * 128, 4 * 128, values)
+    else:
+        yield Part("ssm_in.weight", (2 * inner + 2 * state + heads, 1536), Q4_K)
+        yield Part("ssm_conv1d.weight", (inner + 2 * state, 4))
+        yield Part("ssm_conv1d.bias", (inner + 2 * state,))
+        yield Part("ssm_dt.bias", (heads,))
+        yield from (Part(name, (heads, 1)) for name in ("ssm_a", "ssm_d"))
+        yield Part("ssm_norm.weight", (1, inner))
+        yield Part("ssm_out.weight", (1536, inner), Q4_K)
+    yield from _experts(1536, 64, 512, Q4_K, values)
+    yield from (part._replace(name=part.name.replace(".", "_shexp.")) for part in _mlp(1536, 1024, values))
+
+
+GRANITE_4_H_TINY = Model(
+    "granitehybrid",
+    layers=40,
+    hidden=1536,
+    vocab=100352,
+    fields={
+        "attention.head_count": 12,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "attention.scale": 0.0078125,
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 6.0,
+        "context_length": 131072,
+        "vocab_size": 100352,
+        "feed_forward_length": 512,
+        "expert_shared_feed_forward_length": 1024,
+        **_expert_sizes(64, 6, 512),
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": 128,
+        "rope.freq_base": 10000.0,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 1,
+        "ssm.time_step_rank": 48,
+        "ssm.inner_size": 2 * 1536,
+    },
+    layer=_granite_layer,
+    top=lambda layers: _tables(100352, 1536, Q6_K, None),
+    fields_of_layers=lambda layers: {
+        "attention.head_count_kv": [4 if _granite_attends(i) else 0 for i in range(layers)]
+    },
+)
+
 MODELS = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
@@ -467,6 +524,7 @@ MODELS = {
     "qwen3.5-4b": QWEN3_5_4B,
     "glm-4.7-flash": GLM_4_7_FLASH,
     "lfm2-8b-a1b": LFM2_8B_A1B,
+    "granite-4-h-tiny": GRANITE_4_H_TINY,
 }
 
 

@@ -36,8 +36,10 @@ from tests.support.native_models import (
     GLM,
     GPT_OSS,
     LFM2,
+    MAMBA,
     MODELS,
     QWEN_MOE,
+    WIDE_SHARED,
     by_torch,
     native,
     plan,
@@ -107,6 +109,7 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
         GEMMA4_MOE,
         DELTA_NET,
         LFM2,
+        MAMBA,
         QWEN_MOE,
         "qwen2: biases",
         GPT_OSS,
@@ -122,7 +125,9 @@ def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gemma2", GEMMA4_MOE, "a mixture", GPT_OSS, GLM, "granite: factors"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", GEMMA4_MOE, "a mixture", GPT_OSS, GLM, WIDE_SHARED, "granite: factors"]
+)
 def test_after_a_mixer_of_torch_the_feed_forward_block_is_one_call(name: str, dtype: torch.dtype) -> None:
     c = replace(BASE, **MODELS[name])
     c = replace(c, norms=replace(c.norms, qk_norm_after_rope=True))  # which only torch computes
@@ -148,6 +153,7 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
         GEMMA4_MOE,
         DELTA_NET,
         LFM2,
+        MAMBA,
         QWEN_MOE,
         "a mixture",
         "no size in whole lanes",
@@ -170,7 +176,18 @@ def test_each_float_type_has_its_own_precision(name: str, dtype: torch.dtype) ->
 TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
     *(
         (name, dtype, None)
-        for name in ("gemma2", GEMMA4, GEMMA4_MOE, DELTA_NET, LFM2, "a mixture", "no size in whole lanes", GPT_OSS, GLM)
+        for name in (
+            "gemma2",
+            GEMMA4,
+            GEMMA4_MOE,
+            DELTA_NET,
+            LFM2,
+            MAMBA,
+            "a mixture",
+            "no size in whole lanes",
+            GPT_OSS,
+            GLM,
+        )
         for dtype in FLOATS
     ),
     *(
@@ -223,7 +240,7 @@ def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cu
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, "heads of 80"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA, "heads of 80"])
 def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
     target, rng = native(replace(BASE, **MODELS[name])), random.Random(1)
     for before in (33, 34):
@@ -245,6 +262,7 @@ LONG = [
     (GEMMA4, torch.bfloat16, None),
     (DELTA_NET, torch.bfloat16, None),
     (LFM2, torch.bfloat16, None),
+    (MAMBA, torch.bfloat16, None),
     (GPT_OSS, torch.float16, None),
     ("heads of 80", torch.float32, None),
     ("gemma2", torch.bfloat16, torch.int8),
@@ -302,7 +320,7 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
         assert torch.equal(logits, results[0])
 
 
-@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET, LFM2])
+@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET, LFM2, MAMBA])
 def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
     """Check early exit, and a pass that continues where drafting has stopped."""
     target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
@@ -319,7 +337,7 @@ def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
         assert torch.equal(target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0], alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA])
 @pytest.mark.parametrize(("mode", "stored"), [(None, None), ("int8", None), (None, torch.int8)])
 def test_a_drafted_row_that_is_not_finite_harms_no_other(
     name: str, mode: Mode | None, stored: torch.dtype | None

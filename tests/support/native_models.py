@@ -17,6 +17,7 @@ from paceline.models.config import (
     DeltaNetConfig,
     Groups,
     LayerConfig,
+    Mamba2Config,
     MixtureConfig,
     ModelConfig,
     NormConfig,
@@ -49,6 +50,10 @@ DELTA_NET = "qwen3.5: Gated DeltaNet, gated attention"
 QWEN_MOE = "qwen3.5 moe: Gated DeltaNet, and an expert for all rows that has a weight by row"
 LFM2 = "lfm2: short convolutions between gates"
 _CONV = LayerConfig(None, recurrent=ShortConvConfig(72, 3), attends=False)
+_MAMBA = Mamba2Config(key_heads=2, heads=6, key_dim=24, value_dim=10, width=4)
+_MAMBAS = [LayerConfig(None, recurrent=replace(_MAMBA, norm_first=first), attends=False) for first in (False, True)]
+MAMBA = "granite 4: Mamba-2, experts beside a wider expert for all rows"
+WIDE_SHARED = "qwen2 moe: a wider expert for all rows that has a weight by row"
 SCORED = MixtureConfig(8, 3, 32, normalised=True, shared_block="mlp.shared_experts", sigmoid=True)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -91,6 +96,15 @@ MODELS: dict[str, dict[str, Any]] = {
             LayerConfig(FULL, sparse=True),
         ),
         "mixture": MixtureConfig(6, 2, 32, normalised=True),
+    },
+    MAMBA: {
+        **{"hidden": 72, "head_dim": 20, "residual_scale": 0.3, "layers": 4},
+        "mixture": MixtureConfig(6, 2, 32, normalised=True, shared=56, shared_block="mlp.shared_experts"),
+        "special": (_MAMBAS[0], replace(_MAMBAS[1], sparse=True), LayerConfig(None, sparse=True), _MAMBAS[0]),
+    },
+    WIDE_SHARED: {
+        "mixture": MixtureConfig(6, 2, 32, normalised=False, shared=52, shared_block="mlp.shared_expert"),
+        "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL)),
     },
     "gelu": {"activation": "gelu"},
     "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
@@ -158,6 +172,8 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
             tensors |= {f"{layer}self_attn.sinks.weight": torch.full((c.heads,), 2.0)}
         if isinstance(c.plan[i].recurrent, ShortConvConfig):
             tensors = short_convolution_layer(c, i, tensors, draw)
+        elif isinstance(c.plan[i].recurrent, Mamba2Config):
+            tensors = mamba_layer(c, i, tensors, draw)
         elif c.plan[i].recurrent:
             tensors = delta_net_layer(c, i, tensors, draw)
         elif c.attention.gated:
@@ -218,6 +234,23 @@ def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: to
     return tensors | {layer + name: torch.ones(size) for name, size in ones.items()}
 
 
+def mamba_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
+    """Return the tensors with Mamba-2 in layer i instead of attention."""
+    m, layer = _MAMBA, f"model.layers.{i}.mamba."
+    tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
+    values = m.heads * m.value_dim
+    for name, shape in {
+        "in_proj": (values + m.channels + m.heads, c.hidden),
+        "out_proj": (c.hidden, values),
+    }.items():
+        tensors[f"{layer}{name}.weight"] = torch.randn(shape, generator=draw) * shape[1] ** -0.5
+    tensors[layer + "conv1d.weight"] = torch.randn(m.channels, 1, m.width, generator=draw) * 0.5
+    # The states of the first heads last for hundreds of tokens, those of the last heads for one.
+    tensors[layer + "A_log"] = torch.linspace(-4.0, 1.0, m.heads)
+    ones = {"dt_bias": m.heads, "D": m.heads, "conv1d.bias": m.channels, "norm.weight": values}
+    return tensors | {layer + name: torch.ones(size) for name, size in ones.items()}
+
+
 def short_convolution_layer(
     c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator
 ) -> dict[str, Tensor]:
@@ -235,13 +268,16 @@ def experts_of(c: ModelConfig, block: str, draw: torch.Generator) -> dict[str, T
     """Return experts and a router with scores so far apart that rounding does not change the chosen experts."""
     e = c.mixture
     assert e
-    shapes = {"gate_proj": (e.ffn, c.hidden), "up_proj": (e.ffn, c.hidden), "down_proj": (c.hidden, e.ffn)}
-    networks = [f"{block}experts.{number}." for number in range(e.count)]
-    networks += [f"{block.removesuffix('mlp.')}{e.shared_block}."] if e.shared else []
+    networks = {f"{block}experts.{number}.": e.ffn for number in range(e.count)}
+    networks |= {f"{block.removesuffix('mlp.')}{e.shared_block}.": e.shared} if e.shared else {}
     tensors = {
         f"{network}{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
-        for network in networks
-        for name, shape in shapes.items()
+        for network, width in networks.items()
+        for name, shape in {
+            "gate_proj": (width, c.hidden),
+            "up_proj": (width, c.hidden),
+            "down_proj": (c.hidden, width),
+        }.items()
     }
     if e.shared and e.shared_block == "mlp.shared_expert":
         tensors |= {f"{block}shared_expert_gate.weight": torch.randn(1, c.hidden, generator=draw)}

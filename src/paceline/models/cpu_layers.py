@@ -20,23 +20,27 @@ from paceline.kernels.cpu.build import kernel, library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear, fields
 from paceline.kernels.linear import Linear
 from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass, without_adapters
-from paceline.models.config import ShortConvConfig
+from paceline.models.config import DeltaNetConfig, MatrixConfig
 from paceline.models.cpu_states import (
     CDeltaNet,
     CGatedConvolution,
+    CMamba,
     CStretch,
     KernelStates,
     delta_net,
     gated_convolution,
+    mamba,
     native_gates,
 )
 from paceline.models.layers import Attention, Dense, Layer, Mixture, MixtureWithDense, SharedMixture
+from paceline.models.mamba import Mamba2
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.recurrent import DeltaNet, ShortConv
 from paceline.models.rope import Rope
 
-_NativeMixer = Attention | DeltaNet | ShortConv
+_NativeRecurrent = DeltaNet | ShortConv | Mamba2
+_NativeMixer = Attention | _NativeRecurrent
 CStructure = TypeVar("CStructure", bound=Structure)
 
 
@@ -73,6 +77,7 @@ class _CLayer(Structure):
         (c_int32, "dense_ffn"),
         (c_void_p, "expert_norm router_norm dense_post_norm expert_post_norm"),
         (POINTER(CGatedConvolution), "convolution"),
+        (POINTER(CMamba), "mamba"),
     )
 
 
@@ -120,7 +125,7 @@ class NativeLayers:
             offset: Index, in the model, of the first of these layers.
         """
         mixers = [layer.mixer for layer in layers]
-        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, DeltaNet | ShortConv)}
+        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, _NativeRecurrent)}
         """Index of each recurrent layer -> its sizes."""
         self._offset = offset
         # Keep these objects alive, because the structures of the layers point to them.
@@ -211,6 +216,7 @@ class NativeLayers:
             _matrix(parts.shared_gate),
             *(*_dense_beside_experts(parts.dense), *map(self._pointer, _expert_norms(layer))),
             self._kept(gated_convolution(mixer) if isinstance(mixer, ShortConv) else None),
+            self._kept(mamba(mixer, self._pointer) if isinstance(mixer, Mamba2) else None),
         )
 
     def _heads(
@@ -222,7 +228,8 @@ class NativeLayers:
             return 0, 0, 0, CHeads()
         if not isinstance(mixer, Attention):
             c = mixer.config
-            count, size = (1, c.channels) if isinstance(c, ShortConvConfig) else (c.heads, c.value_dim)
+            outputs = c.heads * c.value_dim if isinstance(c, MatrixConfig) else c.channels
+            count, size = (c.heads, c.value_dim) if isinstance(c, DeltaNetConfig) else (1, outputs)
             return size, 0, 0, CHeads(count, 0, padded_size(size))
         assert spec
         assert qkv
@@ -348,8 +355,8 @@ class _NativeParts(NamedTuple):
         mixer: The token mixer. None if the layer has only a feed-forward block.
         qkv: First projection of the mixer, or None.
         out: Output projection of the mixer, or None.
-        networks: The feed-forward network, or all experts. A shared expert comes last.
-        dense: A dense network in parallel with the experts, or None.
+        networks: The feed-forward network, or all experts. See `_networks`.
+        dense: The network beside the experts, or None.
         moe: The mixture of experts. None in a dense layer.
         router: The router of `moe`.
         shared_gate: Computes the weight of the shared expert. None if the weight is 1.
@@ -371,35 +378,54 @@ class _NativeParts(NamedTuple):
 
 def _native_parts(layer: Layer) -> _NativeParts | None:
     """Return the parts of a layer, or None if the kernels cannot run the layer."""
-    mixer, mlp, token, found = layer.mixer, layer.mlp, layer.token_input, _networks(layer.mlp)
+    mixer, mlp, token = layer.mixer, layer.mlp, layer.token_input
     if isinstance(mixer, Attention):
         if mixer.rope_scales_queries or mixer.qk_norm_after_rope or isinstance(mixer.norm, WideNorm):
             return None
     elif isinstance(mixer, DeltaNet):
         if native_gates(mixer) is None:
             return None
+    elif isinstance(mixer, Mamba2):
+        if mixer.norm is None:
+            return None
     elif mixer is not None and not isinstance(mixer, ShortConv):
         return None
     if type(layer) is not Layer or isinstance(layer.mixer_norm or layer.mlp_norm, LayerNorm):
         return None
-    if found is None:
+    experts = mlp.experts if isinstance(mlp, SharedMixture | MixtureWithDense) else mlp
+    moe = experts if isinstance(experts, Mixture) else None
+    if moe and (moe.weighs_inputs or not (moe.sigmoid or (moe.bias is None and moe.groups is None))):
         return None
-    moe, dense = found
     projections = (_first_projection(mixer), layer.out) if mixer else ()
     linears = _native(*projections, *((token.gate, token.out) if token else ()))
     gate = mlp.shared_gate if isinstance(mlp, SharedMixture) else None
     routers = _native(*([moe.router] if moe else []), *([gate] if gate else []))
     if linears is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
         return None
-    networks = _native_networks(dense, moe is not None)
-    beside = _native_networks([mlp.dense], True) if isinstance(mlp, MixtureWithDense) else []
-    if networks is None or beside is None or len({one.gated.activation for one in (*networks, *beside)}) > 1:
+    if (networks := _networks(mlp)) is None:
+        return None
+    each, beside = networks
+    if len({one.gated.activation for one in (*each, *([beside] if beside else []))}) > 1:
         return None
     qkv, out, *token_linears = linears if mixer else (None, None, *linears)
     token_gate, token_out = token_linears or (None, None)
     router, shared_gate = [*routers, None, None][:2]
-    beside_experts = beside[0] if beside else None
-    return _NativeParts(mixer, qkv, out, networks, beside_experts, moe, router, shared_gate, token_gate, token_out)
+    return _NativeParts(mixer, qkv, out, each, beside, moe, router, shared_gate, token_gate, token_out)
+
+
+def _networks(mlp: object) -> tuple[list[_NativeNetwork], _NativeNetwork | None] | None:
+    """Return the dense network or the experts of a feed-forward block, and the network beside the experts. A shared
+    expert that is like the others is the last of them. Return None if the kernels cannot run the networks."""
+    if isinstance(mlp, Dense | Mixture):
+        each = _native_networks([mlp], False) if isinstance(mlp, Dense) else _native_networks(mlp.experts, True)
+        return (each, None) if each else None
+    if not isinstance(mlp, SharedMixture | MixtureWithDense):
+        return None
+    experts, other = mlp.experts.experts, mlp.shared if isinstance(mlp, SharedMixture) else mlp.dense
+    if isinstance(mlp, SharedMixture) and (each := _native_networks([*experts, other], True)):
+        return each, None
+    each, beside = _native_networks(experts, True), _native_networks([other], True)
+    return (each, beside[0]) if each and beside else None
 
 
 def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeNetwork] | None:
@@ -457,29 +483,16 @@ def _norms(layer: Layer, mixer: _NativeMixer | None) -> list[Tensor | None]:
 
 
 def _dense_beside_experts(dense: _NativeNetwork | None) -> tuple[_Expert, int]:
-    """Return the structure and the width of the dense network in parallel with the experts, or an empty structure."""
+    """Return the structure and the width of the network beside the experts, or an empty structure."""
     return (_Expert(dense.gate_up.matrix.c, dense.down.matrix.c), dense.gated.out) if dense else (_Expert(), 0)
 
 
 def _expert_norms(layer: Layer) -> list[Tensor | None]:
-    """Return the weights of the norms that only a mixture with a dense network has, in the order of layer.h."""
+    """Return the weights of the norms that only a mixture with a network beside it has, in the order of layer.h."""
     if not isinstance(layer.mlp, MixtureWithDense):
-        return [None] * 4
+        inputs = layer.mlp_norm.weight if layer.mlp_norm else None
+        return [inputs, inputs, None, None]
     return [norm.weight for norm in (*layer.mlp.before[1:], *layer.mlp.after)]
-
-
-def _networks(mlp: object) -> tuple[Mixture | None, Sequence[Dense]] | None:
-    """Return the mixture of experts in a feed-forward block (None in a dense block), and all networks of the block.
-    Return None if the kernels cannot run the block."""
-    if isinstance(mlp, Dense):
-        return None, [mlp]
-    moe, shared = (mlp.experts if isinstance(mlp, MixtureWithDense) else mlp), list[Dense]()
-    if isinstance(mlp, SharedMixture):
-        moe, shared = mlp.experts, [mlp.shared]
-    if not isinstance(moe, Mixture) or moe.weighs_inputs:
-        return None
-    plain_softmax = moe.bias is None and moe.groups is None
-    return (moe, [*moe.experts, *shared]) if plain_softmax or moe.sigmoid else None
 
 
 class _KernelPass:

@@ -1,5 +1,5 @@
-"""Recurrent layers in the data structures of the kernels: the mixer of a layer (`delta_net.h`, `gated_convolution.h`),
-and the states of a pass (`stretches.h`)."""
+"""Recurrent layers in the data structures of the kernels: the mixer of a layer (`delta_net.h`, `mamba.h`,
+`gated_convolution.h`), and the states of a pass (`stretches.h`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from paceline.cache.state import StatePass, Stretch, Tensors, Tree
-from paceline.kernels.cpu.matrix import CMatrix, NativeLinear, fields
+from paceline.kernels.cpu.matrix import LANES, CMatrix, NativeLinear, fields
 from paceline.models.config import MatrixConfig, ShortConvConfig
-from paceline.models.recurrent import Convolution, DeltaNet, ShortConv
+from paceline.models.mamba import Mamba2
+from paceline.models.recurrent import Convolution, DeltaNet, MatrixState, ShortConv
 
 _Config = MatrixConfig | ShortConvConfig
 _MATRIX_FIELDS = ("entries_before", "before"), ("entries", "decay", "keys", "changes"), ("last_entries", "after")
@@ -21,14 +22,33 @@ _CONVOLUTION_FIELDS = ("entries_before",), ("entries",), ("last_entries",)
 """Fields of `CStretch` for the tensors of the state before a stretch, its updates, and the state after it."""
 
 
+class CMatrixState(Structure):
+    """The structure `MatrixState` in matrix_state.h."""
+
+    _fields_ = fields(
+        (c_void_p, "conv_weight conv_bias"), (c_int32, "heads key_heads keys values conv_width tiled activated")
+    )
+
+
 class CDeltaNet(Structure):
     """The structure `DeltaNet` in delta_net.h."""
 
     _fields_ = fields(
         (CMatrix, "beta time_step"),
-        (c_void_p, "decay_rate step_bias query_norm key_norm output_norm conv_weight conv_bias"),
+        (c_void_p, "decay_rate step_bias query_norm key_norm output_norm"),
+        (CMatrixState, "state"),
         (c_float, "qk_eps output_eps"),
-        (c_int32, "heads key_heads keys values conv_width tiled activated"),
+    )
+
+
+class CMamba(Structure):
+    """The structure `Mamba` in mamba.h."""
+
+    _fields_ = fields(
+        (c_void_p, "decay_rate step_bias skip output_norm"),
+        (CMatrixState, "state"),
+        (c_float, "output_eps"),
+        (c_int32, "norm_first"),
     )
 
 
@@ -60,13 +80,26 @@ def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -
     """Return the structure of a mixer. `pointer`: Pads a vector, keeps it alive, and returns its address."""
     gates = native_gates(mixer)
     assert gates
-    c, (beta, step), state = mixer.config, gates, mixer.recurrence
-    (queries, keys), convolution = state.qk_norms, state.convolution
+    (beta, step), (queries, keys) = gates, mixer.recurrence.qk_norms
     return CDeltaNet(
         *(beta.matrix.c, step.matrix.c, pointer(mixer.decay_rate), pointer(mixer.step_bias)),
         *(pointer(queries.weight), pointer(keys.weight), pointer(mixer.norm.weight)),
+        *(_matrix_state(mixer.recurrence), queries.eps, mixer.norm.eps),
+    )
+
+
+def mamba(mixer: Mamba2, pointer: Callable[[Tensor | None], int | None]) -> CMamba:
+    """Return the structure of a mixer. `pointer`: See `delta_net`."""
+    norm = mixer.norm
+    assert norm
+    vectors = mixer.decay_rate, mixer.step_bias, mixer.recurrence.skip, norm.padded_weight(LANES)
+    return CMamba(*map(pointer, vectors), _matrix_state(mixer.recurrence), norm.eps, norm.first)
+
+
+def _matrix_state(state: MatrixState) -> CMatrixState:
+    c, convolution = state.config, state.convolution
+    return CMatrixState(
         *_weights(convolution),
-        *(queries.eps, mixer.norm.eps),
         *(c.heads, c.key_heads, c.key_dim, c.value_dim, c.width, c.tiled, convolution.activated),
     )
 

@@ -30,7 +30,7 @@ class Selective(MatrixState):
 
     def __init__(self, config: Mamba2Config, convolution: Convolution, skip: Tensor) -> None:
         super().__init__(config, convolution)
-        self._skip = skip[:, None]
+        self.skip = skip
 
     def split(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """See `MatrixState.split`."""
@@ -39,7 +39,7 @@ class Selective(MatrixState):
 
     def finish(self, out: Tensor, mixed: Tensor) -> Tensor:
         """See `MatrixState.finish`."""
-        return out + self._value(mixed) * self._skip
+        return out + self._value(mixed) * self.skip[:, None]
 
     def in_chunk(self, matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, beta: Tensor | None) -> Tensors:
         """See `MatrixState.in_chunk`. Follows section 6 of the paper."""
@@ -60,15 +60,20 @@ class GroupNorm:
 
     def __init__(self, weight: Tensor, groups: int, eps: float, first: bool) -> None:
         """`weight` is [channels]."""
-        self._weight, self._groups, self._first = weight, groups, first
+        self._weight, self._groups, self.first, self.eps = weight, groups, first, eps
         self._norm = RMSNorm(torch.ones_like(weight[: len(weight) // groups]), eps)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm x and apply the gate, both [..., channels]."""
-        if not self._first:
+        if not self.first:
             x = x * gate
         x = self._norm(x.unflatten(-1, (self._groups, -1))).flatten(-2).mul(self._weight)
-        return x * gate if self._first else x
+        return x * gate if self.first else x
+
+    def padded_weight(self, lanes: int) -> Tensor:
+        """Return the weight with each group padded to whole lanes, as one vector."""
+        each = self._weight.unflatten(0, (self._groups, -1))
+        return F.pad(each, (0, -each.shape[1] % lanes)).flatten()
 
 
 class Mamba2(RecurrentMixer):
@@ -91,20 +96,21 @@ class Mamba2(RecurrentMixer):
             decay: The negative rate A of the decay, and the bias of its time step, both [heads].
             norm: Norm of the output, or None.
         """
-        self.config, self._in_projection, self.recurrence, self._norm = config, in_projection, state, norm
-        self._decay_rate, self._step_bias = decay
+        self.config, self.in_projection, self.norm = config, in_projection, norm
+        self.recurrence: Selective = state
+        self.decay_rate, self.step_bias = decay
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """See `layers.Mixer.mix`."""
-        c, wide = self.config, self._decay_rate.dtype
+        c, wide = self.config, self.decay_rate.dtype
         values = c.heads * c.value_dim
-        gate, entries, step = self._in_projection.precise(x).to(wide).split([values, c.channels, c.heads], -1)
+        gate, entries, step = self.in_projection.precise(x).to(wide).split([values, c.channels, c.heads], -1)
         # Compute this in float64, because in float32 torch uses another function for the last elements of a tensor (see
         # `sigmoid`).
-        step = F.softplus((step + self._step_bias).double())
-        out = view.recur(layer, (entries, (self._decay_rate * step).to(wide), step.to(wide))).flatten(2)
+        step = F.softplus((step + self.step_bias).double())
+        out = view.recur(layer, (entries, (self.decay_rate * step).to(wide), step.to(wide))).flatten(2)
         gate = gate * sigmoid(gate)
-        return (out * gate if self._norm is None else self._norm(out, gate)).to(x.dtype)
+        return (out * gate if self.norm is None else self.norm(out, gate)).to(x.dtype)
 
 
 class Parallel(RecurrentMixer):

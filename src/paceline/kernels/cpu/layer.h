@@ -9,6 +9,7 @@
 #include "experts.h"
 #include "gated_convolution.h"
 #include "low_rank.h"
+#include "mamba.h"
 #include "product.h"
 #include "rows.h"
 
@@ -37,7 +38,7 @@ struct Layer {
     // `view`, `rotation`: indices into the pass's views and rotations. `index`: number of the layer among the layers of the view, or among
     // the recurrent layers.
     int32_t view, index, rotation;
-    Heads heads;  // of the mixer (a convolution has one head of all channels); `padded_dim` is `head_dim` padded to whole lanes
+    Heads heads;  // of the mixer (Mamba-2 and a convolution have one head of all outputs); `padded_dim` is `head_dim` padded to whole lanes
     // LoRA factors of each linear layer, one `LowRank` for each adapter; null if no adapter changes the linear layer.
     const LowRank *qkv_adapters, *out_adapters, *gate_up_adapters, *down_adapters, *token_gate_adapters, *token_out_adapters;
     int32_t gated_attention;  // 1 if `qkv` outputs each query head followed by the gate of that head's attention output
@@ -45,14 +46,15 @@ struct Layer {
     // Computes the weight of the shared expert. Its kind is the router's. `shared_gate.out` is 0 if the weight is 1.
     Matrix shared_gate;
     // A dense network in parallel with the mixture of experts; `dense.down.out` is 0 if there is none. `mlp_norm` is then the norm of its
-    // input, and the experts, the router and both outputs have the other norms.
+    // input, and the experts and the router have their own norms. The norms of both outputs are null if the network is a shared expert.
     Expert dense;
     int32_t dense_ffn;
     const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
     const GatedConvolution* convolution;  // the mixer if it is a convolution, or null. `qkv` is then its first projection
+    const Mamba* mamba;                   // the mixer if it is Mamba-2, or null. `qkv` is then its first projection
 
     bool mixes() const { return qkv.out > 0; }
-    bool attends() const { return mixes() && !delta && !convolution; }
+    bool attends() const { return mixes() && !delta && !convolution && !mamba; }
     bool is_moe() const { return routing.count() > 1; }
     bool has_dense() const { return dense.down.out > 0; }
 
@@ -94,8 +96,14 @@ struct ThreadScratch {
         grow(row, 1, std::max(padded_size(l.hidden), l.query_width()));
         if (l.is_moe()) expert_input.reserve(pass.rows, l.experts->gate_up);
         if (l.attends()) attention_kernels.reserve(pass.views[l.view], l.heads, pass.slots);
-        if (!l.delta) return;
-        for (const Stretch& stretch : pass.stretches_of(l)) grow(row, 1, int(l.delta->scratch_size(stretch)));
+        if (l.delta) reserve_for(*l.delta, pass.stretches_of(l));
+        if (l.mamba) reserve_for(*l.mamba, pass.stretches_of(l));
+    }
+
+   private:
+    template <class Mixer>
+    void reserve_for(const Mixer& mixer, const Stretches& stretches) {
+        for (const Stretch& stretch : stretches) grow(row, 1, int(mixer.scratch_size(stretch)));
     }
 };
 
@@ -106,7 +114,7 @@ struct Scratch {
     std::vector<float> mixer_input;                                  // of the first layer, if it is not the normed stream [rows, *]
     std::vector<float> queries, mixer_output;                        // [rows, query heads, padded_dim]; queries after norm and rotation
     std::vector<float> addend;                                       // output of mixer or feed-forward, added to the stream [rows, hidden]
-    std::vector<float> dense_output;                                 // of the dense network beside the experts, normalised [rows, hidden]
+    std::vector<float> dense_output;                                 // of the dense network beside the experts [rows, hidden]
     std::vector<float> router_logits, expert_weights, shared_gates;  // [rows, *]
     std::vector<float> partials;                                     // of attention [rows, query heads, blocks, partial_size]
     std::vector<float> lora_hidden;                                  // A x of the current linear layer [rows, max_rank]
@@ -114,6 +122,7 @@ struct Scratch {
     std::vector<float> ffn_hidden;                                   // input of the down projection [rows * top_k, ffn]
     Inputs qkv_input, out_input, router_input, mlp_input, down_input;
     DeltaNetScratch delta;
+    MambaScratch mamba;
     Routes routes;
 
     void reserve(const Layer& l, const Pass& pass, int width) {
@@ -140,6 +149,7 @@ struct Scratch {
         const int rows = pass.rows;
         grow(qkv, rows, l.qkv_width()), grow(queries, rows, l.query_width()), grow(mixer_output, rows, l.query_width());
         if (l.delta) delta.reserve(*l.delta, rows), router_input.reserve(rows, l.delta->beta);
+        if (l.mamba) mamba.reserve(*l.mamba, rows);
         if (l.attends())
             grow(partials, WorkItems(pass.views[l.view], pass.slots, l.heads, pass.threads).partials(rows), partial_size(l.heads));
         qkv_input.reserve(rows, l.qkv), out_input.reserve(rows, l.out);
@@ -171,7 +181,7 @@ class LayerTask {
         feed_forward({l.experts, l.ffn, l.is_moe()});
         if (!all_reduce()) return false;
         each_row([&](int row, ThreadScratch&) {
-            if (l.has_dense()) add_dense_output(row);
+            if (l.expert_post_norm) add_dense_output(row);
             add_to_stream(row, l.mlp_post_norm, l.residual_scale, !adds_tokens);
             if (adds_tokens) set_token_input(row);
         });
@@ -197,6 +207,7 @@ class LayerTask {
 
     float* stream(int row) { return &s.stream[int64_t(row) * hidden]; }
     float* addend(int row) { return &s.addend[int64_t(row) * hidden]; }
+    float* dense_output(int row) { return &s.dense_output[int64_t(row) * hidden]; }
 
     // Sums `addend` over all ranks. Returns false on failure.
     bool all_reduce() { return !pass.reduce || pass.reduce(pass.reduce_context, s.addend.data(), int64_t(rows) * hidden) == 0; }
@@ -261,6 +272,8 @@ class LayerTask {
         multiply(l.qkv, s.qkv_input, s.qkv.data(), qkv_width, l.qkv_adapters);
         if (l.delta)
             run_delta_net();
+        else if (l.mamba)
+            run_mamba();
         else if (l.convolution)
             convolve();
         else
@@ -275,14 +288,31 @@ class LayerTask {
         const DeltaNet& net = *l.delta;
         const Stretches stretches = pass.stretches_of(l);
         const DeltaNetTask task(net, stretches, s.delta);
-        multiply(net.beta, s.router_input, s.delta.beta_outputs.data(), padded_size(net.heads), nullptr);
-        multiply(net.time_step, s.router_input, s.delta.step_outputs.data(), padded_size(net.heads), nullptr);
+        multiply(net.beta, s.router_input, s.delta.beta_outputs.data(), padded_size(net.state.heads), nullptr);
+        multiply(net.time_step, s.router_input, s.delta.step_outputs.data(), padded_size(net.state.heads), nullptr);
         each_row([&](int row, ThreadScratch&) { task.enter(row, &s.qkv[int64_t(row) * qkv_width]); });
-        stretches.keep_entries(net.conv_width, net.channels());
+        stretches.keep_entries(net.state.conv_width, net.state.channels());
         each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
-        team.split(net.heads, [&](Range heads, int thread) {
+        team.split(net.state.heads, [&](Range heads, int thread) {
             for (int head = heads.from; head < heads.to; head++)
                 task.run(head, locals[thread].row.data(), s.mixer_output.data(), query_width, s.qkv.data(), qkv_width);
+        });
+    }
+
+    // Runs Mamba-2 between its projections.
+    void run_mamba() {
+        const Mamba& net = *l.mamba;
+        const Stretches stretches = pass.stretches_of(l);
+        const MambaTask task(net, stretches, s.mamba);
+        auto projected = [&](int row) { return &s.qkv[int64_t(row) * qkv_width]; };
+        each_row([&](int row, ThreadScratch&) { task.enter(row, projected(row)); });
+        stretches.keep_entries(net.state.conv_width, net.state.channels());
+        each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
+        team.split(net.state.heads, [&](Range heads, int thread) {
+            for (int head = heads.from; head < heads.to; head++) task.run(head, locals[thread].row.data());
+        });
+        each_row([&](int row, ThreadScratch& local) {
+            task.finish(row, projected(row), &s.mixer_output[int64_t(row) * query_width], local.row.data());
         });
     }
 
@@ -367,28 +397,36 @@ class LayerTask {
             if (l.shared_gate.out) multiply(l.shared_gate, s.router_input, s.shared_gates.data(), LANES, nullptr);
             each_row([&](int row, ThreadScratch&) {
                 choose(&s.router_logits[int64_t(row) * width], l.routing, &s.chosen[row * each], &s.expert_weights[row * each]);
-                if (l.shared_gate.out) s.expert_weights[(row + 1) * each - 1] = logistic(load<Floats>(&s.shared_gates[int64_t(row) * LANES]))[0];
+                if (l.shared_gate.out && !l.has_dense()) s.expert_weights[(row + 1) * each - 1] = shared_weight(row);
             });
         }
         s.routes.assign(l.routing.count(), rows, l.routing.per_row(), l.is_moe() ? s.chosen.data() : nullptr, s.expert_weights.data());
     }
 
-    // Runs the dense network beside the experts, and sets the inputs of the experts and the router. Such a layer is never split.
+    // The weight of the shared expert.
+    float shared_weight(int row) const {
+        return l.shared_gate.out ? logistic(load<Floats>(&s.shared_gates[int64_t(row) * LANES]))[0] : 1.0f;
+    }
+
+    // Runs the dense network beside the experts, and sets the inputs of the experts and the router.
     void run_dense() {
         s.routes.assign(1, rows, 1, nullptr, nullptr);
         feed_forward({&l.dense, l.dense_ffn, false});
         each_row([&](int row, ThreadScratch& local) {
-            normed(&s.dense_output[int64_t(row) * hidden], addend(row), l.dense_post_norm, l.hidden, l.eps);
+            if (l.dense_post_norm)
+                normed(dense_output(row), addend(row), l.dense_post_norm, l.hidden, l.eps);
+            else
+                copy_row(dense_output(row), addend(row), l.hidden);
             set_input(s.mlp_input, l.experts->gate_up, row, normed_row(row, l.expert_norm, local), nullptr);
             set_input(s.router_input, l.router, row, normed_row(row, l.router_norm, local), nullptr);
         });
     }
 
-    // Adds the output of the dense network to the normalised output of the experts.
+    // Adds the normalised output of the dense network to the normalised output of the experts. Such a layer is never split.
     void add_dense_output(int row) {
         float* y = addend(row);
         normed(y, y, l.expert_post_norm, l.hidden, l.eps);
-        for (int i = 0; i < hidden; i += LANES) store(y + i, load<Floats>(&s.dense_output[int64_t(row) * hidden + i]) + load<Floats>(y + i));
+        for (int i = 0; i < hidden; i += LANES) store(y + i, load<Floats>(dense_output(row) + i) + load<Floats>(y + i));
     }
 
     void feed_forward(const Networks& networks) {
@@ -409,10 +447,14 @@ class LayerTask {
         team.split(blocks_of(networks.each->down), [&](Range blocks, int) { add_down(networks, blocks); });
     }
 
-    // Computes these blocks of the down projection. Adds the results of the experts in the order of their numbers.
+    // Computes these blocks of the down projection. Adds the results of the experts in the order of their numbers, to the output of a
+    // shared expert that is a dense network.
     void add_down(const Networks& networks, Range blocks) {
-        for (int row = 0; row < rows && networks.are_experts; row++)
-            std::fill(addend(row) + blocks.from * LANES, addend(row) + blocks.to * LANES, 0.0f);
+        for (int row = 0; row < rows && networks.are_experts; row++) {
+            const bool is_shared = l.has_dense() && !l.expert_post_norm;
+            const float weight = is_shared ? shared_weight(row) : 0.0f;
+            for (int i = blocks.from * LANES; i < blocks.to * LANES; i++) addend(row)[i] = is_shared ? weight * dense_output(row)[i] : 0.0f;
+        }
         for (int i = 0; i < s.routes.count(); i++) {
             const Range entries = s.routes.of(i);
             product(blocks, networks.each[s.routes.active[i]].down, s.down_input, entries, [&](int entry, int at, Floats y) {
