@@ -37,7 +37,9 @@ from tests.support.native_models import (
     GPT_OSS,
     LFM2,
     MAMBA,
+    MAMBA_ALONE,
     MODELS,
+    NEMOTRON,
     QWEN_MOE,
     WIDE_SHARED,
     by_torch,
@@ -110,6 +112,8 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
         DELTA_NET,
         LFM2,
         MAMBA,
+        MAMBA_ALONE,
+        NEMOTRON,
         QWEN_MOE,
         "qwen2: biases",
         GPT_OSS,
@@ -125,9 +129,7 @@ def test_codes_give_torchs_logits_up_to_rounding(name: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "name", ["gemma2", GEMMA4_MOE, "a mixture", GPT_OSS, GLM, WIDE_SHARED, "granite: factors"]
-)
+@pytest.mark.parametrize("name", ["gemma2", GEMMA4_MOE, "a mixture", GPT_OSS, GLM, WIDE_SHARED, "granite: factors"])
 def test_after_a_mixer_of_torch_the_feed_forward_block_is_one_call(name: str, dtype: torch.dtype) -> None:
     c = replace(BASE, **MODELS[name])
     c = replace(c, norms=replace(c.norms, qk_norm_after_rope=True))  # which only torch computes
@@ -154,6 +156,8 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
         DELTA_NET,
         LFM2,
         MAMBA,
+        MAMBA_ALONE,
+        NEMOTRON,
         QWEN_MOE,
         "a mixture",
         "no size in whole lanes",
@@ -183,6 +187,8 @@ TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
             DELTA_NET,
             LFM2,
             MAMBA,
+            MAMBA_ALONE,
+            NEMOTRON,
             "a mixture",
             "no size in whole lanes",
             GPT_OSS,
@@ -240,7 +246,7 @@ def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cu
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA, "heads of 80"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON, "heads of 80"])
 def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
     target, rng = native(replace(BASE, **MODELS[name])), random.Random(1)
     for before in (33, 34):
@@ -320,7 +326,7 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
         assert torch.equal(logits, results[0])
 
 
-@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET, LFM2, MAMBA])
+@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
 def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
     """Check early exit, and a pass that continues where drafting has stopped."""
     target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
@@ -337,7 +343,7 @@ def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
         assert torch.equal(target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0], alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA])
+@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
 @pytest.mark.parametrize(("mode", "stored"), [(None, None), ("int8", None), (None, torch.int8)])
 def test_a_drafted_row_that_is_not_finite_harms_no_other(
     name: str, mode: Mode | None, stored: torch.dtype | None

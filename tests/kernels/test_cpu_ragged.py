@@ -13,7 +13,20 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import library
 from paceline.types import Carried, Draft, Forward, Tap, Want
 from paceline.verify.tree import pack, pack_prefix, with_siblings
-from tests.support.native_models import BASE, CPU, DELTA_NET, GEMMA4, LFM2, MAMBA, MODELS, native, plan, text
+from tests.support.native_models import (
+    BASE,
+    CPU,
+    DELTA_NET,
+    GEMMA4,
+    LFM2,
+    MAMBA,
+    MAMBA_ALONE,
+    MODELS,
+    NEMOTRON,
+    native,
+    plan,
+    text,
+)
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 
 pytestmark = [
@@ -30,7 +43,20 @@ def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma2", "gemma3", GEMMA4, DELTA_NET, LFM2, MAMBA, "partial rotary", "layers without rope"]
+    "name",
+    [
+        "llama",
+        "gemma2",
+        "gemma3",
+        GEMMA4,
+        DELTA_NET,
+        LFM2,
+        MAMBA,
+        MAMBA_ALONE,
+        NEMOTRON,
+        "partial rotary",
+        "layers without rope",
+    ],
 )
 def test_each_slot_of_a_ragged_pass_equals_a_separate_pass(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
@@ -54,7 +80,7 @@ def test_rings_that_have_wrapped() -> None:
         assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA])
+@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
 def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows(name: str) -> None:
     """Rows are written at their own slot's positions, where the next pass reads them."""
     target = native(replace(BASE, **MODELS[name]))
@@ -75,7 +101,7 @@ def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows(name: str) -> None
         assert torch.equal(ours, right), i
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA])
+@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
 def test_trees_at_different_levels_grow_together(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     cache, slots = filled(target, (20, 31, 12))
@@ -89,9 +115,9 @@ def test_trees_at_different_levels_grow_together(name: str) -> None:
         assert torch.equal(out.logits[line, : end - start], whole[line].logits[0, start:end]), line
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA])
+@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
 def test_a_pass_continues_each_slot_where_drafting_stopped(name: str) -> None:
-    target = native(replace(BASE, **(MODELS[name] | {"layers": 4})))
+    target = native(replace(BASE, **({"layers": 4} | MODELS[name])))
     cache, slots = filled(target, LENGTHS)
     right = verify(target, cache, slots, DRAFTS, Want())
     early = verify(target, cache, slots, DRAFTS, Want("none", (2,), 2)).taps[2]
@@ -117,7 +143,7 @@ class Failing:
         return 1 if failed else self._run(*args)
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA])
+@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
 def test_a_pass_may_be_repeated_after_it_ran_out_of_memory(name: str) -> None:
     """This holds for a prompt, a new draft and a further level of a tree."""
     target = native(replace(BASE, **MODELS[name]))
@@ -166,7 +192,7 @@ def test_only_real_rows_reach_the_kernels() -> None:
     assert (layers.seen, head.seen) == ([real, 1], [real, 1])
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA])
+@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
 def test_padding_of_a_pass_is_never_read(name: str) -> None:
     """It may have any values, even NaN."""
     target = native(replace(BASE, **MODELS[name]))

@@ -53,6 +53,8 @@ _CONV = LayerConfig(None, recurrent=ShortConvConfig(72, 3), attends=False)
 _MAMBA = Mamba2Config(key_heads=2, heads=6, key_dim=24, value_dim=10, width=4)
 _MAMBAS = [LayerConfig(None, recurrent=replace(_MAMBA, norm_first=first), attends=False) for first in (False, True)]
 MAMBA = "granite 4: Mamba-2, experts beside a wider expert for all rows"
+NEMOTRON = "nemotron: layers with a mixer or a network, squared ReLU without a gate"
+MAMBA_ALONE = "mamba 2: no attention"
 WIDE_SHARED = "qwen2 moe: a wider expert for all rows that has a weight by row"
 SCORED = MixtureConfig(8, 3, 32, normalised=True, shared_block="mlp.shared_experts", sigmoid=True)
 MODELS: dict[str, dict[str, Any]] = {
@@ -102,6 +104,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixture": MixtureConfig(6, 2, 32, normalised=True, shared=56, shared_block="mlp.shared_experts"),
         "special": (_MAMBAS[0], replace(_MAMBAS[1], sparse=True), LayerConfig(None, sparse=True), _MAMBAS[0]),
     },
+    NEMOTRON: {
+        **{"hidden": 72, "head_dim": 20, "layers": 5, "activation": "relu2", "gated_mlp": False},
+        "mixture": replace(SCORED, count=6, shared=44, scale=1.7),
+        "special": (
+            replace(_MAMBAS[0], feeds=False),
+            LayerConfig(None, sparse=True, attends=False),
+            LayerConfig(None, feeds=False),
+            LayerConfig(None, attends=False),
+            replace(_MAMBAS[0], feeds=False),
+        ),
+    },
+    MAMBA_ALONE: {"layers": 3, "special": (replace(_MAMBAS[0], feeds=False),) * 3},
     WIDE_SHARED: {
         "mixture": MixtureConfig(6, 2, 32, normalised=False, shared=52, shared_block="mlp.shared_expert"),
         "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL)),
@@ -197,11 +211,26 @@ def tensors_of(c: ModelConfig) -> dict[str, Tensor]:
         tensors |= {"model.embed_tokens_per_layer.weight": torch.randn(c.vocab_size, width, generator=draw) * 0.2}
         tensors |= {name: torch.randn(width, c.hidden, generator=draw)}
         tensors |= {"model.per_layer_projection_norm.weight": torch.ones(c.token_inputs)}
+    tensors = {name: x for name, x in tensors.items() if not is_missing(c, name)}
     for name, tensor in tensors.items():
         if tensor.dim() == 1:
             tensors[name] = tensor - c.norms.offset * ("norm" in name) + torch.randn(tensor.shape, generator=draw) * 0.3
     tensors["model.embed_tokens.weight"] *= 4
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+
+
+def is_missing(c: ModelConfig, name: str) -> bool:
+    """Return True for a tensor of a gate, mixer or feed-forward block that the model does not have."""
+    if not c.gated_mlp and ".gate_proj." in name:
+        return True
+    if not name.startswith("model.layers."):
+        return False
+    layer = c.plan[int(name.split(".")[2])]
+    mixes = layer.attends or layer.recurrent
+    missing = [part for part, has in ((".self_attn.", mixes), (".mlp.", layer.feeds)) if not has]
+    if not (mixes and layer.feeds):
+        missing.append(".post_attention_layernorm.")
+    return any(part in name for part in missing)
 
 
 def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.activations import ACTIVATIONS
+from paceline.kernels.activations import ACTIVATIONS, UNGATED
 from paceline.kernels.cpu.build import library
 from paceline.kernels.cpu.matrix import FLOAT_KINDS, LANES, NativeGated, NativeHeadLinear, NativeLinear
 from paceline.kernels.quantize import Codes, round_activations
@@ -130,6 +130,17 @@ class Gated:
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.linear(x).chunk(2, -1)
         return self._act(gate, up)
+
+
+class Ungated:
+    """A linear layer, followed by an activation."""
+
+    def __init__(self, up: Linear, activation: str) -> None:
+        """`activation`: A name in `UNGATED`."""
+        self.linear, self.activation = up, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return UNGATED[self.activation](self.linear(x))
 
 
 class _Plain(Linear):

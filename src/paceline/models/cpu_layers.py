@@ -17,8 +17,17 @@ from paceline.cache.state import StatePass
 from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.attention import CHeads, CView, KernelView, padded_size
 from paceline.kernels.cpu.build import kernel, library
-from paceline.kernels.cpu.matrix import FLOAT_KINDS, GATES, LANES, SMALLER, CMatrix, NativeGated, NativeLinear, fields
-from paceline.kernels.linear import Linear
+from paceline.kernels.cpu.matrix import (
+    ACTIVATION_KINDS,
+    FLOAT_KINDS,
+    LANES,
+    SMALLER,
+    CMatrix,
+    NativeGated,
+    NativeLinear,
+    fields,
+)
+from paceline.kernels.linear import Linear, Ungated
 from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass, without_adapters
 from paceline.models.config import DeltaNetConfig, MatrixConfig
 from paceline.models.cpu_states import (
@@ -78,6 +87,7 @@ class _CLayer(Structure):
         (c_void_p, "expert_norm router_norm dense_post_norm expert_post_norm"),
         (POINTER(CGatedConvolution), "convolution"),
         (POINTER(CMamba), "mamba"),
+        (c_int32, "gated_ffn"),
     )
 
 
@@ -155,14 +165,14 @@ class NativeLayers:
         adapters: Sequence[int] = (),
         view: StatePass | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans` are the plans of a `SlabPass`, or empty if no layer has a mixer. If there
-        are recurrent layers, this pass is `view`. No tap may be after the last layer."""
+        """See `stack.LayerStack.run`. `plans` are the plans of a `SlabPass`, or empty if no layer has attention. If
+        there are recurrent layers, this pass is `view`. No tap may be after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
         if first < end:
             rank = max((own.rank for own in self._adapters), default=0)
-            kernel_pass = _KernelPass(plans, ropes, x.shape[:2], adapters if rank else (), rank)
+            kernel_pass = _KernelPass(plans, ropes, x.shape[:2], adapters if rank else (), rank, view)
             c = kernel_pass.c
             if token_embeddings is not None:
                 token_embeddings = token_embeddings.to(x.dtype).contiguous()
@@ -195,9 +205,11 @@ class NativeLayers:
         """Return the structure of a layer. `place`: See `slab_indices`."""
         parts = _native_parts(layer)
         assert parts
-        mixer, gated = parts.mixer, parts.networks[0].gated
-        norm = layer.mlp_norm or (layer.post_norms and layer.post_norms[1])
+        mixer, network = parts.mixer, parts.networks[0] if parts.networks else None
+        norm = layer.mlp_norm or layer.mixer_norm or (layer.post_norms and layer.post_norms[1])
+        last = network.down if network else parts.out
         assert norm
+        assert last
         head_dim, keys, values, heads = self._heads(mixer, parts.qkv, spec)
         if spec is None:
             place = 0, self._recurrent_before(number)
@@ -206,10 +218,11 @@ class NativeLayers:
         return _CLayer(
             *map(_matrix, (parts.qkv, parts.out, parts.router)),
             *(token_gate, _matrix(parts.token_out)),
-            *((_Expert * len(experts))(*experts), self._routing(parts)),
+            *((_Expert * len(experts))(*experts) if experts else None, self._routing(parts)),
             *map(self._pointer, _norms(layer, mixer)),
             *(norm.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
-            *(parts.networks[0].down.matrix.shape[0], gated.out, GATES[gated.activation], head_dim),
+            *(last.matrix.shape[0], network.width if network else 0),
+            *(ACTIVATION_KINDS[network.activation] if network else 0, head_dim),
             *(number * token_gate.out, keys, values, *place, rope),
             *(heads, *map(self._adapters_of, _adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
             self._kept(delta_net(mixer, self._pointer) if isinstance(mixer, DeltaNet) else None),
@@ -217,6 +230,7 @@ class NativeLayers:
             *(*_dense_beside_experts(parts.dense), *map(self._pointer, _expert_norms(layer))),
             self._kept(gated_convolution(mixer) if isinstance(mixer, ShortConv) else None),
             self._kept(mamba(mixer, self._pointer) if isinstance(mixer, Mamba2) else None),
+            bool(network and network.gated),
         )
 
     def _heads(
@@ -304,18 +318,13 @@ class _AllReduce:
 
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
-    """Return True if `NativeLayers` can run these layers.
-
-    The CPU kernels must support every part of every layer. At least one layer must have attention, because
-    `NativeLayers` reads the rows of a pass from the plans of the KV cache.
-    """
-    attends = any(isinstance(layer.mixer, Attention) for layer in layers)
-    return dtype in FLOAT_KINDS and attends and all(map(_native_parts, layers)) and library() is not None
+    """Return True if the CPU kernels support every part of these layers."""
+    return dtype in FLOAT_KINDS and all(map(_native_parts, layers)) and library() is not None
 
 
 def native_mlp(layer: Layer, dtype: torch.dtype) -> NativeMLP | None:
     """Return the feed-forward half of a layer for the CPU kernels, or None if they cannot run it."""
-    if type(layer) is not Layer or layer.token_input or dtype not in FLOAT_KINDS or library() is None:
+    if type(layer) is not Layer or not layer.mlp or layer.token_input or dtype not in FLOAT_KINDS or library() is None:
         return None
     half = copy(layer)
     half.mixer = half.mixer_norm = half.out = None
@@ -338,14 +347,18 @@ class _NativeNetwork(NamedTuple):
     """A feed-forward network, or an expert.
 
     Attributes:
-        gated: The gate and up projections with their activation.
-        gate_up: The linear layer of `gated`, which computes both projections.
+        gate_up: The linear layer of the gate and up projections, or of the up projection only. It may have an adapter.
         down: The down projection.
+        width: Number of outputs of each projection of `gate_up`.
+        activation: Name of the activation.
+        gated: False if there is no gate projection.
     """
 
-    gated: NativeGated
     gate_up: NativeLinear
     down: NativeLinear
+    width: int
+    activation: str
+    gated: bool
 
 
 class _NativeParts(NamedTuple):
@@ -355,7 +368,7 @@ class _NativeParts(NamedTuple):
         mixer: The token mixer. None if the layer has only a feed-forward block.
         qkv: First projection of the mixer, or None.
         out: Output projection of the mixer, or None.
-        networks: The feed-forward network, or all experts. See `_networks`.
+        networks: The feed-forward network, or all experts. See `_networks`. Empty without a feed-forward block.
         dense: The network beside the experts, or None.
         moe: The mixture of experts. None in a dense layer.
         router: The router of `moe`.
@@ -405,7 +418,7 @@ def _native_parts(layer: Layer) -> _NativeParts | None:
     if (networks := _networks(mlp)) is None:
         return None
     each, beside = networks
-    if len({one.gated.activation for one in (*each, *([beside] if beside else []))}) > 1:
+    if len({(one.activation, one.gated) for one in (*each, *([beside] if beside else []))}) > 1:
         return None
     qkv, out, *token_linears = linears if mixer else (None, None, *linears)
     token_gate, token_out = token_linears or (None, None)
@@ -416,6 +429,8 @@ def _native_parts(layer: Layer) -> _NativeParts | None:
 def _networks(mlp: object) -> tuple[list[_NativeNetwork], _NativeNetwork | None] | None:
     """Return the dense network or the experts of a feed-forward block, and the network beside the experts. A shared
     expert that is like the others is the last of them. Return None if the kernels cannot run the networks."""
+    if mlp is None:
+        return [], None
     if isinstance(mlp, Dense | Mixture):
         each = _native_networks([mlp], False) if isinstance(mlp, Dense) else _native_networks(mlp.experts, True)
         return (each, None) if each else None
@@ -435,12 +450,14 @@ def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeN
     """
     networks = []
     for one in dense:
-        gated = one.gate_up
-        if not isinstance(gated, NativeGated) or not (pair := _native(gated.linear, one.down)):
+        first = one.gate_up
+        if not isinstance(first, NativeGated | Ungated) or not (pair := _native(first.linear, one.down)):
             return None
-        if are_experts and not (gated.linear is pair[0] and one.down is pair[1]):
+        if are_experts and not (first.linear is pair[0] and one.down is pair[1]):
             return None
-        networks.append(_NativeNetwork(gated, pair[0], pair[1]))
+        gated = isinstance(first, NativeGated)
+        width = first.out if isinstance(first, NativeGated) else pair[0].matrix.shape[0]
+        networks.append(_NativeNetwork(pair[0], pair[1], width, first.activation, gated))
     matrices = [(one.gate_up.matrix, one.down.matrix) for one in networks]
     kinds = {(gate_up.c.kind, down.c.kind, gate_up.shape, down.shape) for gate_up, down in matrices}
     return networks if len(kinds) == 1 else None
@@ -454,7 +471,10 @@ def _adaptable(layer: Layer, parts: _NativeParts) -> list[object]:
     """Return the linear layers that may have adapters, in the order of layer.h. None stands for a linear layer that the
     decoder layer does not have."""
     mlp, token = layer.mlp, layer.token_input
-    dense = [parts.networks[0].gated.linear, mlp.down] if isinstance(mlp, Dense) else [None, None]
+    first = mlp.gate_up if isinstance(mlp, Dense) else None
+    dense = (
+        [first.linear, mlp.down] if isinstance(mlp, Dense) and isinstance(first, NativeGated | Ungated) else [None] * 2
+    )
     embeddings = [token.gate, token.out] if token else [None, None]
     return [_first_projection(parts.mixer) if parts.mixer else None, layer.out, *dense, *embeddings]
 
@@ -484,7 +504,7 @@ def _norms(layer: Layer, mixer: _NativeMixer | None) -> list[Tensor | None]:
 
 def _dense_beside_experts(dense: _NativeNetwork | None) -> tuple[_Expert, int]:
     """Return the structure and the width of the network beside the experts, or an empty structure."""
-    return (_Expert(dense.gate_up.matrix.c, dense.down.matrix.c), dense.gated.out) if dense else (_Expert(), 0)
+    return (_Expert(dense.gate_up.matrix.c, dense.down.matrix.c), dense.width) if dense else (_Expert(), 0)
 
 
 def _expert_norms(layer: Layer) -> list[Tensor | None]:
@@ -505,12 +525,14 @@ class _KernelPass:
         shape: Sequence[int],
         adapters: Sequence[int] = (),
         rank: int = 0,
+        states: StatePass | None = None,
     ) -> None:
-        """`shape` is [B, T]. Without `plans`, all rows of the stream are rows of the pass."""
+        """`shape` is [B, T]. Without `plans` and `states`, all rows of the stream are rows of the pass."""
         views, (slots, length) = [KernelView(own) for own in plans], shape
         tensor_rows = slots * length
-        counts = plans[0][0].rows.counts if plans else (length,) * slots
-        indices = views[0].row_indices if views else (c_int64 * tensor_rows)(*range(tensor_rows))
+        rows = plans[0][0].rows if plans else states.rows if states else None
+        counts, lines = (rows.counts, rows.lines) if rows else ((length,) * slots, range(tensor_rows))
+        indices = (c_int64 * len(lines))(*lines)
         self._kept_alive: list[object] = [*views, indices]
         """The objects that the structure `c` points to."""
         self.c = _CPass(

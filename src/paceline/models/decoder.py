@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.cache.slab import SlabCache
-from paceline.kernels.activations import ACTIVATIONS, UNGATED
+from paceline.kernels.activations import ACTIVATIONS
 from paceline.kernels.cpu.matrix import NativeLinear, read_rows, softcap_
-from paceline.kernels.linear import Linear, linear
+from paceline.kernels.linear import Linear, Ungated, linear
 from paceline.kernels.low_rank import Factors, adapted_pass
 from paceline.kernels.stored import Stored
 from paceline.models.config import LayerConfig, MixtureConfig, ModelConfig, RopeConfig
@@ -460,8 +460,7 @@ def _dense(c: ModelConfig, weights: Weights, parts: Sequence[str], down: str, ff
     fused = parts[1].removesuffix("up_proj") + "gate_up_proj"
     out = weights.linear({down: c.hidden}, ffn)
     if not c.gated_mlp:
-        act, up = UNGATED[c.activation], weights.linear({parts[1]: ffn}, c.hidden)
-        return Dense(lambda x: act(up(x)), out)
+        return Dense(Ungated(weights.linear({parts[1]: ffn}, c.hidden), c.activation), out)
     parts = [fused] if fused + ".weight" in weights else parts
     return Dense(weights.gated(parts, (ffn, c.hidden), c.activation), out)
 

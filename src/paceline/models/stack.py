@@ -204,8 +204,8 @@ class _PlacedLayers:
         self._rope_of = rope_of
         own = indices[first : self.end]
         slabs = [slab for slab, _ in own if slab >= 0]
-        self._slabs = slice(min(slabs), max(slabs) + 1) if slabs else slice(0)
-        self._places = [(slab - self._slabs.start, index) for slab, index in own] if slabs else []
+        self._slabs = slice(min(slabs), max(slabs) + 1) if slabs else slice(0, 0)
+        self._places = [(slab - self._slabs.start, index) for slab, index in own]
         self.native: NativeLayers | None = None
 
     def use_kernels(self, attentions: Sequence[LayerAttention | None], ranks: Ranks | None) -> None:

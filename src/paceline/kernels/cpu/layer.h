@@ -15,7 +15,7 @@
 
 namespace paceline {
 
-// The linear layers of a feed-forward network, or of one expert.
+// The linear layers of a feed-forward network, or of one expert. In a network without a gate, `gate_up` is the up projection.
 struct Expert {
     Matrix gate_up, down;
 };
@@ -24,7 +24,7 @@ struct Layer {
     Matrix qkv, out;               // first and last linear layer of the mixer; `qkv.out` is 0 without a mixer
     Matrix router;                 // of a mixture of experts
     Matrix token_gate, token_out;  // see `LayerTask::add_token_embedding`; `token_gate.out` is 0 if the layer adds no token embeddings
-    const Expert* experts;         // all of the same kinds and sizes; a single one if this is not a mixture of experts
+    const Expert* experts;  // all of the same kinds and sizes; a single one if this is not a mixture of experts; null without a feed-forward block
     Routing routing;               // of a mixture of experts
     // Norm weights, or null. The `post` norms apply to the outputs of the mixer, the feed-forward network and the token embeddings.
     const float *mixer_norm, *mixer_post_norm, *mlp_norm, *mlp_post_norm, *token_post_norm, *query_norm, *key_norm, *value_norm;
@@ -52,11 +52,15 @@ struct Layer {
     const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
     const GatedConvolution* convolution;  // the mixer if it is a convolution, or null. `qkv` is then its first projection
     const Mamba* mamba;                   // the mixer if it is Mamba-2, or null. `qkv` is then its first projection
+    int32_t gated_ffn;                    // 0 if the feed-forward networks have no gates
 
     bool mixes() const { return qkv.out > 0; }
     bool attends() const { return mixes() && !delta && !convolution && !mamba; }
+    bool feeds() const { return experts; }
     bool is_moe() const { return routing.count() > 1; }
     bool has_dense() const { return dense.down.out > 0; }
+    // Units of LANES elements of the hidden row of a feed-forward network.
+    int hidden_blocks(const Expert& network) const { return blocks_of(network.gate_up) / (1 + gated_ffn); }
 
     // Elements of a row of the mixer's output, with padded heads.
     int query_width() const { return heads.query_heads * heads.padded_dim; }
@@ -130,6 +134,7 @@ struct Scratch {
         grow(stream, rows, padded_size(l.hidden)), grow(mixer_input, rows, padded_size(width)), grow(addend, rows, padded_size(l.hidden));
         if (l.mixes()) reserve_mixer(l, pass);
         if (pass.adapters) grow(lora_hidden, rows, pass.max_rank);
+        if (!l.feeds()) return;
         grow(ffn_hidden, rows * l.routing.per_row(), padded_size(l.ffn));
         mlp_input.reserve(rows, l.experts->gate_up), down_input.reserve(rows * l.routing.per_row(), l.experts->down);
         routes.reserve(l.routing.count(), size_t(rows) * l.routing.per_row());
@@ -171,11 +176,13 @@ class LayerTask {
     bool run(const float* mixer_input, int width) {
         if (l.mixes() && !run_mixer(mixer_input, width)) return false;
         each_row([&](int row, ThreadScratch& local) {
-            if (l.mixes()) add_to_stream(row, l.mixer_post_norm, l.residual_scale, false);
+            if (l.mixes()) add_to_stream(row, l.mixer_post_norm, l.residual_scale, !l.feeds());
+            if (!l.feeds()) return;
             const float* x = normed_row(row, l.mlp_norm, local);
             set_input(s.mlp_input, l.has_dense() ? l.dense.gate_up : l.experts->gate_up, row, x, l.gate_up_adapters);
             if (l.is_moe() && !l.has_dense()) set_input(s.router_input, l.router, row, x, nullptr);
         });
+        if (!l.feeds()) return true;
         if (l.has_dense()) run_dense();
         route();
         feed_forward({l.experts, l.ffn, l.is_moe()});
@@ -430,8 +437,9 @@ class LayerTask {
     }
 
     void feed_forward(const Networks& networks) {
-        // The threads share units of two pairs of blocks: 32 gates and 32 ups. The units of one expert follow each other.
-        const int pairs = blocks_of(networks.each->gate_up) / 2, each = (pairs + 1) / 2;
+        // The threads share units of two pairs of blocks: 32 gates and 32 ups. The units of one expert follow each other. Without gates, a
+        // block of ups takes the place of a pair.
+        const int pairs = l.hidden_blocks(*networks.each), each = (pairs + 1) / 2;
         team.split(s.routes.count() * each, [&](Range units, int thread) {
             for (int unit = units.from, count; unit < units.to; unit += count) {
                 const int first = unit % each;
@@ -466,7 +474,8 @@ class LayerTask {
         }
     }
 
-    // Computes the gate and up projections and the activation of the i-th active expert, for these pairs of gate and up blocks.
+    // Computes the gate and up projections and the activation of the i-th active expert, for these pairs of gate and up blocks. Without
+    // gates, `pairs` are blocks of up.
     void compute_gate_up(const Networks& networks, int i, Range pairs, Inputs& expert_input) {
         const Routes& routes = s.routes;
         const Expert& expert = networks.each[routes.active[i]];
@@ -477,10 +486,16 @@ class LayerTask {
             expert_input.copy({0, count}, entry, expert.gate_up, s.mlp_input, {0, rows}, routes.rows[entries.from + entry]);
         auto hidden_of = [&](int entry) { return &s.ffn_hidden[int64_t(entries.from + entry) * width]; };
         const LowRank* adapters = networks.are_experts ? nullptr : l.gate_up_adapters;  // adapters change no expert; in a dense network, entries are rows
-        paired_product(pairs, expert.gate_up, gathers ? expert_input : s.mlp_input, count, [&](int entry, int at, Floats gate, Floats up) {
-            gate = plus_adapter(adapters, entry, 2 * at, gate), up = plus_adapter(adapters, entry, 2 * at + LANES, up);
-            store(hidden_of(entry) + at, gated(l.activation, gate, up));
-        });
+        const Inputs& input = gathers ? expert_input : s.mlp_input;
+        if (l.gated_ffn)
+            paired_product(pairs, expert.gate_up, input, count, [&](int entry, int at, Floats gate, Floats up) {
+                gate = plus_adapter(adapters, entry, 2 * at, gate), up = plus_adapter(adapters, entry, 2 * at + LANES, up);
+                store(hidden_of(entry) + at, gated(l.activation, gate, up));
+            });
+        else
+            product(pairs, expert.gate_up, input, {0, count}, [&](int entry, int at, Floats up) {
+                store(hidden_of(entry) + at, activate(l.activation, plus_adapter(adapters, entry, at, up)));
+            });
         for (int entry = 0; entry < count; entry++) {
             float* x = hidden_of(entry);
             if (pairs.to * LANES > networks.ffn) std::fill(x + networks.ffn, x + width, 0.0f);

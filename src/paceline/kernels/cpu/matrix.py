@@ -30,8 +30,10 @@ INT8, INT8_OFFSET, INT4_OFFSET, STACKED, BF16, IQ4_NL = 8, 9, 4, 1, 16, 84
 _UNIT = 256
 """A row width that every kind supports."""
 
-GATES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
-"""Gated activations (`kernels.activations.ACTIVATIONS`), as numbered in functions.h."""
+ACTIVATION_KINDS = {
+    **{"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "gelu_fast": 2, "clamped_swiglu": 3, "relu2": 4}
+}
+"""Activations (`kernels/activations.py`), as numbered in functions.h."""
 
 FLOAT_KINDS = {torch.bfloat16: BF16, torch.float16: 17, torch.float32: 32}
 """Float types that the kernels support -> their kinds."""
@@ -376,7 +378,7 @@ class NativeGated:
         y = gate_up.new_empty(*x.shape[:-1], blocks * LANES)
         run = kernel("paceline_gated", c_void_p, c_int32, c_int32, c_int32, c_void_p, c_int32)
         rows = y.numel() // y.shape[-1]
-        run(gate_up.data_ptr(), GATES[self.activation], rows, blocks, y.data_ptr(), torch.get_num_threads())
+        run(gate_up.data_ptr(), ACTIVATION_KINDS[self.activation], rows, blocks, y.data_ptr(), torch.get_num_threads())
         gated: Tensor = y[..., : self.out].to(x.dtype)
         return gated
 
