@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +23,21 @@ from paceline.kernels.cpu.matrix import (
     LANES,
     SMALLER,
     CMatrix,
-    NativeGated,
     NativeLinear,
     fields,
 )
-from paceline.kernels.linear import Linear, Ungated
-from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass, without_adapters
+from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass
 from paceline.models.config import DeltaNetConfig, MatrixConfig
+from paceline.models.cpu_parts import (
+    NativeMixer,
+    NativeNetwork,
+    NativeParts,
+    NativeRecurrent,
+    adaptable,
+    expert_norms,
+    layer_norms,
+    native_parts,
+)
 from paceline.models.cpu_states import (
     CDeltaNet,
     CGatedConvolution,
@@ -39,17 +47,13 @@ from paceline.models.cpu_states import (
     delta_net,
     gated_convolution,
     mamba,
-    native_gates,
 )
-from paceline.models.layers import Attention, Dense, Layer, Mixture, MixtureWithDense, SharedMixture
+from paceline.models.layers import Attention, Layer
 from paceline.models.mamba import Mamba2
-from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.ranks import Ranks, lost
 from paceline.models.recurrent import DeltaNet, ShortConv
 from paceline.models.rope import Rope
 
-_NativeRecurrent = DeltaNet | ShortConv | Mamba2
-_NativeMixer = Attention | _NativeRecurrent
 CStructure = TypeVar("CStructure", bound=Structure)
 
 
@@ -135,7 +139,7 @@ class NativeLayers:
             offset: Index, in the model, of the first of these layers.
         """
         mixers = [layer.mixer for layer in layers]
-        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, _NativeRecurrent)}
+        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, NativeRecurrent)}
         """Index of each recurrent layer -> its sizes."""
         self._offset = offset
         # Keep these objects alive, because the structures of the layers point to them.
@@ -203,7 +207,7 @@ class NativeLayers:
         self, number: int, layer: Layer, spec: LayerAttention | None, place: tuple[int, int], rope: int
     ) -> _CLayer:
         """Return the structure of a layer. `place`: See `slab_indices`."""
-        parts = _native_parts(layer)
+        parts = native_parts(layer)
         assert parts
         mixer, network = parts.mixer, parts.networks[0] if parts.networks else None
         norm = layer.mlp_norm or layer.mixer_norm or (layer.post_norms and layer.post_norms[1])
@@ -219,22 +223,22 @@ class NativeLayers:
             *map(_matrix, (parts.qkv, parts.out, parts.router)),
             *(token_gate, _matrix(parts.token_out)),
             *((_Expert * len(experts))(*experts) if experts else None, self._routing(parts)),
-            *map(self._pointer, _norms(layer, mixer)),
+            *map(self._pointer, layer_norms(layer, mixer)),
             *(norm.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
             *(last.matrix.shape[0], network.width if network else 0),
             *(ACTIVATION_KINDS[network.activation] if network else 0, head_dim),
             *(number * token_gate.out, keys, values, *place, rope),
-            *(heads, *map(self._adapters_of, _adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
+            *(heads, *map(self._adapters_of, adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
             self._kept(delta_net(mixer, self._pointer) if isinstance(mixer, DeltaNet) else None),
             _matrix(parts.shared_gate),
-            *(*_dense_beside_experts(parts.dense), *map(self._pointer, _expert_norms(layer))),
+            *(*_dense_beside_experts(parts.dense), *map(self._pointer, expert_norms(layer))),
             self._kept(gated_convolution(mixer) if isinstance(mixer, ShortConv) else None),
             self._kept(mamba(mixer, self._pointer) if isinstance(mixer, Mamba2) else None),
             bool(network and network.gated),
         )
 
     def _heads(
-        self, mixer: _NativeMixer | None, qkv: NativeLinear | None, spec: LayerAttention | None
+        self, mixer: NativeMixer | None, qkv: NativeLinear | None, spec: LayerAttention | None
     ) -> tuple[int, int, int, CHeads]:
         """Return the size of a head, the numbers of key heads and value heads that `qkv` outputs, and the structure of
         the heads. All are 0 without a mixer."""
@@ -260,7 +264,7 @@ class NativeLayers:
         self._mixers.append(mixer)
         return ctypes.pointer(mixer)
 
-    def _routing(self, parts: _NativeParts) -> _Routing:
+    def _routing(self, parts: NativeParts) -> _Routing:
         moe = parts.moe
         if moe is None:
             return _Routing(1, 1)
@@ -319,7 +323,7 @@ class _AllReduce:
 
 def runs_natively(layers: Sequence[Layer], dtype: torch.dtype) -> bool:
     """Return True if the CPU kernels support every part of these layers."""
-    return dtype in FLOAT_KINDS and all(map(_native_parts, layers)) and library() is not None
+    return dtype in FLOAT_KINDS and all(map(native_parts, layers)) and library() is not None
 
 
 def native_mlp(layer: Layer, dtype: torch.dtype) -> NativeMLP | None:
@@ -328,7 +332,7 @@ def native_mlp(layer: Layer, dtype: torch.dtype) -> NativeMLP | None:
         return None
     half = copy(layer)
     half.mixer = half.mixer_norm = half.out = None
-    return NativeMLP(half) if _native_parts(half) else None
+    return NativeMLP(half) if native_parts(half) else None
 
 
 class NativeMLP:
@@ -343,176 +347,14 @@ class NativeMLP:
         return self._layers.run(x, 0, 1, (), (), None, (), adapters=adapters_of_pass())[0]
 
 
-class _NativeNetwork(NamedTuple):
-    """A feed-forward network, or an expert.
-
-    Attributes:
-        gate_up: The linear layer of the gate and up projections, or of the up projection only. It may have an adapter.
-        down: The down projection.
-        width: Number of outputs of each projection of `gate_up`.
-        activation: Name of the activation.
-        gated: False if there is no gate projection.
-    """
-
-    gate_up: NativeLinear
-    down: NativeLinear
-    width: int
-    activation: str
-    gated: bool
-
-
-class _NativeParts(NamedTuple):
-    """The parts of a decoder layer that the kernels run. LoRA adapters are stripped from all linear layers.
-
-    Attributes:
-        mixer: The token mixer. None if the layer has only a feed-forward block.
-        qkv: First projection of the mixer, or None.
-        out: Output projection of the mixer, or None.
-        networks: The feed-forward network, or all experts. See `_networks`. Empty without a feed-forward block.
-        dense: The network beside the experts, or None.
-        moe: The mixture of experts. None in a dense layer.
-        router: The router of `moe`.
-        shared_gate: Computes the weight of the shared expert. None if the weight is 1.
-        token_gate: Gate projection of the per-layer token embeddings. None if the layer adds none.
-        token_out: Output projection of the per-layer token embeddings.
-    """
-
-    mixer: _NativeMixer | None
-    qkv: NativeLinear | None
-    out: NativeLinear | None
-    networks: list[_NativeNetwork]
-    dense: _NativeNetwork | None
-    moe: Mixture | None
-    router: NativeLinear | None
-    shared_gate: NativeLinear | None
-    token_gate: NativeLinear | None
-    token_out: NativeLinear | None
-
-
-def _native_parts(layer: Layer) -> _NativeParts | None:
-    """Return the parts of a layer, or None if the kernels cannot run the layer."""
-    mixer, mlp, token = layer.mixer, layer.mlp, layer.token_input
-    if isinstance(mixer, Attention):
-        if mixer.rope_scales_queries or mixer.qk_norm_after_rope or isinstance(mixer.norm, WideNorm):
-            return None
-    elif isinstance(mixer, DeltaNet):
-        if native_gates(mixer) is None:
-            return None
-    elif isinstance(mixer, Mamba2):
-        if mixer.norm is None:
-            return None
-    elif mixer is not None and not isinstance(mixer, ShortConv):
-        return None
-    if type(layer) is not Layer or isinstance(layer.mixer_norm or layer.mlp_norm, LayerNorm):
-        return None
-    experts = mlp.experts if isinstance(mlp, SharedMixture | MixtureWithDense) else mlp
-    moe = experts if isinstance(experts, Mixture) else None
-    if moe and (moe.weighs_inputs or not (moe.sigmoid or (moe.bias is None and moe.groups is None))):
-        return None
-    projections = (_first_projection(mixer), layer.out) if mixer else ()
-    linears = _native(*projections, *((token.gate, token.out) if token else ()))
-    gate = mlp.shared_gate if isinstance(mlp, SharedMixture) else None
-    routers = _native(*([moe.router] if moe else []), *([gate] if gate else []))
-    if linears is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
-        return None
-    if (networks := _networks(mlp)) is None:
-        return None
-    each, beside = networks
-    if len({(one.activation, one.gated) for one in (*each, *([beside] if beside else []))}) > 1:
-        return None
-    qkv, out, *token_linears = linears if mixer else (None, None, *linears)
-    token_gate, token_out = token_linears or (None, None)
-    router, shared_gate = [*routers, None, None][:2]
-    return _NativeParts(mixer, qkv, out, each, beside, moe, router, shared_gate, token_gate, token_out)
-
-
-def _networks(mlp: object) -> tuple[list[_NativeNetwork], _NativeNetwork | None] | None:
-    """Return the dense network or the experts of a feed-forward block, and the network beside the experts. A shared
-    expert that is like the others is the last of them. Return None if the kernels cannot run the networks."""
-    if mlp is None:
-        return [], None
-    if isinstance(mlp, Dense | Mixture):
-        each = _native_networks([mlp], False) if isinstance(mlp, Dense) else _native_networks(mlp.experts, True)
-        return (each, None) if each else None
-    if not isinstance(mlp, SharedMixture | MixtureWithDense):
-        return None
-    experts, other = mlp.experts.experts, mlp.shared if isinstance(mlp, SharedMixture) else mlp.dense
-    if isinstance(mlp, SharedMixture) and (each := _native_networks([*experts, other], True)):
-        return each, None
-    each, beside = _native_networks(experts, True), _native_networks([other], True)
-    return (each, beside[0]) if each and beside else None
-
-
-def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[_NativeNetwork] | None:
-    """Return the networks of a layer, or None if the kernels cannot run them.
-
-    The kernels require that all experts have the same type and shape, and do not apply adapters to experts.
-    """
-    networks = []
-    for one in dense:
-        first = one.gate_up
-        if not isinstance(first, NativeGated | Ungated) or not (pair := _native(first.linear, one.down)):
-            return None
-        if are_experts and not (first.linear is pair[0] and one.down is pair[1]):
-            return None
-        gated = isinstance(first, NativeGated)
-        width = first.out if isinstance(first, NativeGated) else pair[0].matrix.shape[0]
-        networks.append(_NativeNetwork(pair[0], pair[1], width, first.activation, gated))
-    matrices = [(one.gate_up.matrix, one.down.matrix) for one in networks]
-    kinds = {(gate_up.c.kind, down.c.kind, gate_up.shape, down.shape) for gate_up, down in matrices}
-    return networks if len(kinds) == 1 else None
-
-
-def _first_projection(mixer: _NativeMixer) -> Linear:
-    return mixer.qkv if isinstance(mixer, Attention) else mixer.in_projection
-
-
-def _adaptable(layer: Layer, parts: _NativeParts) -> list[object]:
-    """Return the linear layers that may have adapters, in the order of layer.h. None stands for a linear layer that the
-    decoder layer does not have."""
-    mlp, token = layer.mlp, layer.token_input
-    first = mlp.gate_up if isinstance(mlp, Dense) else None
-    dense = (
-        [first.linear, mlp.down] if isinstance(mlp, Dense) and isinstance(first, NativeGated | Ungated) else [None] * 2
-    )
-    embeddings = [token.gate, token.out] if token else [None, None]
-    return [_first_projection(parts.mixer) if parts.mixer else None, layer.out, *dense, *embeddings]
-
-
-def _native(*linears: object) -> list[NativeLinear] | None:
-    """Return these linear layers without adapters, or None if one of them does not run on the CPU kernels."""
-    found = [base for one in linears if isinstance(base := without_adapters(one), NativeLinear)]
-    return found if len(found) == len(linears) else None
-
-
 def _matrix(linear: NativeLinear | None) -> CMatrix:
     """Return the structure of a linear layer's weight, or an empty structure."""
     return linear.matrix.c if linear else CMatrix()
 
 
-def _norms(layer: Layer, mixer: _NativeMixer | None) -> list[Tensor | None]:
-    """Return the weights of a layer's norms, in the order of layer.h."""
-    post, token = layer.post_norms or (None, None), layer.token_input
-    mlp_norm = layer.mlp.before[0] if isinstance(layer.mlp, MixtureWithDense) else layer.mlp_norm
-    norms = [layer.mixer_norm, post[0], mlp_norm, post[1], token.norm if token else None]
-    heads: list[Tensor | None] = [None, None, None]
-    if isinstance(mixer, Attention):
-        qk = [mixer.norm.weight[0], mixer.norm.weight[-1]] if isinstance(mixer.norm, HeadNorm) else [None, None]
-        heads = [*qk, mixer.value_norm.weight if mixer.value_norm else None]
-    return [*(norm.weight if norm else None for norm in norms), *heads]
-
-
-def _dense_beside_experts(dense: _NativeNetwork | None) -> tuple[_Expert, int]:
+def _dense_beside_experts(dense: NativeNetwork | None) -> tuple[_Expert, int]:
     """Return the structure and the width of the network beside the experts, or an empty structure."""
     return (_Expert(dense.gate_up.matrix.c, dense.down.matrix.c), dense.width) if dense else (_Expert(), 0)
-
-
-def _expert_norms(layer: Layer) -> list[Tensor | None]:
-    """Return the weights of the norms that only a mixture with a network beside it has, in the order of layer.h."""
-    if not isinstance(layer.mlp, MixtureWithDense):
-        inputs = layer.mlp_norm.weight if layer.mlp_norm else None
-        return [inputs, inputs, None, None]
-    return [norm.weight for norm in (*layer.mlp.before[1:], *layer.mlp.after)]
 
 
 class _KernelPass:

@@ -1,0 +1,183 @@
+"""The parts of a decoder layer in the form in which the CPU kernels run them (`layer.h`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeGuard
+
+from torch import Tensor
+
+from paceline.kernels.cpu.matrix import NativeGated, NativeLinear
+from paceline.kernels.linear import Linear, Ungated
+from paceline.kernels.low_rank import without_adapters
+from paceline.models.cpu_states import native_gates
+from paceline.models.layers import Attention, Dense, Layer, Mixer, Mixture, MixtureWithDense, SharedMixture
+from paceline.models.mamba import Mamba2
+from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
+from paceline.models.recurrent import DeltaNet, ShortConv
+
+NativeRecurrent = DeltaNet | ShortConv | Mamba2
+NativeMixer = Attention | NativeRecurrent
+
+
+class NativeNetwork(NamedTuple):
+    """A feed-forward network, or an expert.
+
+    Attributes:
+        gate_up: The linear layer of the gate and up projections, or of the up projection only.
+        down: The down projection.
+        width: Number of outputs of each projection of `gate_up`.
+        activation: Name of the activation.
+        gated: False if there is no gate projection.
+    """
+
+    gate_up: NativeLinear
+    down: NativeLinear
+    width: int
+    activation: str
+    gated: bool
+
+
+class NativeParts(NamedTuple):
+    """The parts of a decoder layer that the kernels run. LoRA adapters are stripped from all linear layers.
+
+    Attributes:
+        mixer: The token mixer. None if the layer has only a feed-forward block.
+        qkv: First projection of the mixer, or None.
+        out: Output projection of the mixer, or None.
+        networks: The feed-forward network, or all experts. See `_networks`. Empty without a feed-forward block.
+        dense: The network beside the experts, or None.
+        moe: The mixture of experts. None in a dense layer.
+        router: The router of `moe`.
+        shared_gate: Computes the weight of the shared expert. None if the weight is 1.
+        token_gate: Gate projection of the per-layer token embeddings. None if the layer adds none.
+        token_out: Output projection of the per-layer token embeddings.
+    """
+
+    mixer: NativeMixer | None
+    qkv: NativeLinear | None
+    out: NativeLinear | None
+    networks: list[NativeNetwork]
+    dense: NativeNetwork | None
+    moe: Mixture | None
+    router: NativeLinear | None
+    shared_gate: NativeLinear | None
+    token_gate: NativeLinear | None
+    token_out: NativeLinear | None
+
+
+def native_parts(layer: Layer) -> NativeParts | None:
+    """Return the parts of a layer, or None if the kernels cannot run the layer."""
+    mixer, mlp, token = layer.mixer, layer.mlp, layer.token_input
+    if mixer is not None and not _supports(mixer):
+        return None
+    if type(layer) is not Layer or isinstance(layer.mixer_norm or layer.mlp_norm, LayerNorm):
+        return None
+    experts = mlp.experts if isinstance(mlp, SharedMixture | MixtureWithDense) else mlp
+    moe = experts if isinstance(experts, Mixture) else None
+    if moe and (moe.weighs_inputs or not (moe.sigmoid or (moe.bias is None and moe.groups is None))):
+        return None
+    projections = (_first_projection(mixer), layer.out) if mixer else ()
+    linears = _native(*projections, *((token.gate, token.out) if token else ()))
+    gate = mlp.shared_gate if isinstance(mlp, SharedMixture) else None
+    routers = _native(*([moe.router] if moe else []), *([gate] if gate else []))
+    if linears is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
+        return None
+    if (networks := _networks(mlp)) is None:
+        return None
+    each, beside = networks
+    if len({(one.activation, one.gated) for one in (*each, *([beside] if beside else []))}) > 1:
+        return None
+    qkv, out, *token_linears = linears if mixer else (None, None, *linears)
+    token_gate, token_out = token_linears or (None, None)
+    router, shared_gate = [*routers, None, None][:2]
+    return NativeParts(mixer, qkv, out, each, beside, moe, router, shared_gate, token_gate, token_out)
+
+
+def _supports(mixer: Mixer) -> TypeGuard[NativeMixer]:
+    if isinstance(mixer, Attention):
+        return not (mixer.rope_scales_queries or mixer.qk_norm_after_rope or isinstance(mixer.norm, WideNorm))
+    if isinstance(mixer, DeltaNet):
+        return native_gates(mixer) is not None
+    if isinstance(mixer, Mamba2):
+        return mixer.norm is not None
+    return isinstance(mixer, ShortConv)
+
+
+def _networks(mlp: object) -> tuple[list[NativeNetwork], NativeNetwork | None] | None:
+    """Return the dense network or the experts of a feed-forward block, and the network beside the experts. A shared
+    expert that is like the others is the last of them. Return None if the kernels cannot run the networks."""
+    if mlp is None:
+        return [], None
+    if isinstance(mlp, Dense | Mixture):
+        each = _native_networks([mlp], False) if isinstance(mlp, Dense) else _native_networks(mlp.experts, True)
+        return (each, None) if each else None
+    if not isinstance(mlp, SharedMixture | MixtureWithDense):
+        return None
+    experts, other = mlp.experts.experts, mlp.shared if isinstance(mlp, SharedMixture) else mlp.dense
+    if isinstance(mlp, SharedMixture) and (each := _native_networks([*experts, other], True)):
+        return each, None
+    each, beside = _native_networks(experts, True), _native_networks([other], True)
+    return (each, beside[0]) if each and beside else None
+
+
+def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[NativeNetwork] | None:
+    """Return the networks of a layer, or None if the kernels cannot run them.
+
+    The kernels require that all experts have the same type and shape, and do not apply adapters to experts.
+    """
+    networks = []
+    for one in dense:
+        first = one.gate_up
+        if not isinstance(first, NativeGated | Ungated) or not (pair := _native(first.linear, one.down)):
+            return None
+        if are_experts and not (first.linear is pair[0] and one.down is pair[1]):
+            return None
+        gated = isinstance(first, NativeGated)
+        width = first.out if isinstance(first, NativeGated) else pair[0].matrix.shape[0]
+        networks.append(NativeNetwork(pair[0], pair[1], width, first.activation, gated))
+    matrices = [(one.gate_up.matrix, one.down.matrix) for one in networks]
+    kinds = {(gate_up.c.kind, down.c.kind, gate_up.shape, down.shape) for gate_up, down in matrices}
+    return networks if len(kinds) == 1 else None
+
+
+def _first_projection(mixer: NativeMixer) -> Linear:
+    return mixer.qkv if isinstance(mixer, Attention) else mixer.in_projection
+
+
+def adaptable(layer: Layer, parts: NativeParts) -> list[object]:
+    """Return the linear layers that may have adapters, in the order of layer.h. None stands for a linear layer that the
+    decoder layer does not have."""
+    mlp, token = layer.mlp, layer.token_input
+    first = mlp.gate_up if isinstance(mlp, Dense) else None
+    dense = (
+        [first.linear, mlp.down] if isinstance(mlp, Dense) and isinstance(first, NativeGated | Ungated) else [None] * 2
+    )
+    embeddings = [token.gate, token.out] if token else [None, None]
+    return [_first_projection(parts.mixer) if parts.mixer else None, layer.out, *dense, *embeddings]
+
+
+def _native(*linears: object) -> list[NativeLinear] | None:
+    """Return these linear layers without adapters, or None if one of them does not run on the CPU kernels."""
+    found = [base for one in linears if isinstance(base := without_adapters(one), NativeLinear)]
+    return found if len(found) == len(linears) else None
+
+
+def layer_norms(layer: Layer, mixer: NativeMixer | None) -> list[Tensor | None]:
+    """Return the weights of a layer's norms, in the order of layer.h."""
+    post, token = layer.post_norms or (None, None), layer.token_input
+    mlp_norm = layer.mlp.before[0] if isinstance(layer.mlp, MixtureWithDense) else layer.mlp_norm
+    norms = [layer.mixer_norm, post[0], mlp_norm, post[1], token.norm if token else None]
+    heads: list[Tensor | None] = [None, None, None]
+    if isinstance(mixer, Attention):
+        qk = [mixer.norm.weight[0], mixer.norm.weight[-1]] if isinstance(mixer.norm, HeadNorm) else [None, None]
+        heads = [*qk, mixer.value_norm.weight if mixer.value_norm else None]
+    return [*(norm.weight if norm else None for norm in norms), *heads]
+
+
+def expert_norms(layer: Layer) -> list[Tensor | None]:
+    """Return the weights of the norms that only a mixture with a network beside it has, in the order of layer.h."""
+    if not isinstance(layer.mlp, MixtureWithDense):
+        inputs = layer.mlp_norm.weight if layer.mlp_norm else None
+        return [inputs, inputs, None, None]
+    return [norm.weight for norm in (*layer.mlp.before[1:], *layer.mlp.after)]
