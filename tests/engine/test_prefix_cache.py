@@ -45,7 +45,7 @@ from paceline.verify.tree import PREFILL_ROWS, pack
 from tests.conftest import packaged_model
 from tests.support.cached_engine import CachedEngine, begun
 from tests.support.cover import some
-from tests.support.native_models import BASE, DELTA_NET, GEMMA4, LFM2, MAMBA, MAMBA_ALONE, MODELS, NEMOTRON, native
+from tests.support.native_models import BASE, GEMMA4, MODELS, RECURRENT, native
 from tests.support.plain import plain_text
 from tests.support.tiny_heads import TINY_BLOCK, TINY_MEDUSA, block_tensors, eagle_config, eagle_tensors, medusa_tensors
 from tests.support.toys import toy_foreigner, toy_model, toy_target
@@ -381,7 +381,14 @@ def test_a_lookup_among_many_long_texts_takes_no_walk_over_their_tokens() -> Non
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3: head norms", "gemma3", GEMMA4, DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON, "heads of 80"],
+    [
+        "llama",
+        "qwen3: head norms",
+        "gemma3",
+        GEMMA4,
+        *RECURRENT,
+        "heads of 80",
+    ],
 )
 def test_native_kernels_leave_the_same_in_any_pass(name: str) -> None:
     assert chunk_invariant(native(replace(BASE, **MODELS[name])), "bits")

@@ -37,10 +37,9 @@ from tests.support.native_models import (
     GPT_OSS,
     LFM2,
     MAMBA,
-    MAMBA_ALONE,
     MODELS,
-    NEMOTRON,
     QWEN_MOE,
+    RECURRENT,
     WIDE_SHARED,
     by_torch,
     native,
@@ -109,11 +108,7 @@ def test_logits_and_taps_are_torchs_up_to_rounding(name: str) -> None:
         "gemma3",
         GEMMA4,
         GEMMA4_MOE,
-        DELTA_NET,
-        LFM2,
-        MAMBA,
-        MAMBA_ALONE,
-        NEMOTRON,
+        *RECURRENT,
         QWEN_MOE,
         "qwen2: biases",
         GPT_OSS,
@@ -153,11 +148,7 @@ FLOATS = {torch.float16: 2e-3, torch.float32: 1e-5}
         "gemma2",
         GEMMA4,
         GEMMA4_MOE,
-        DELTA_NET,
-        LFM2,
-        MAMBA,
-        MAMBA_ALONE,
-        NEMOTRON,
+        *RECURRENT,
         QWEN_MOE,
         "a mixture",
         "no size in whole lanes",
@@ -184,11 +175,7 @@ TYPES = [(name, torch.bfloat16, None) for name in MODELS] + [
             "gemma2",
             GEMMA4,
             GEMMA4_MOE,
-            DELTA_NET,
-            LFM2,
-            MAMBA,
-            MAMBA_ALONE,
-            NEMOTRON,
+            *RECURRENT,
             "a mixture",
             "no size in whole lanes",
             GPT_OSS,
@@ -246,7 +233,7 @@ def grown(target: Decoder, cache: KVCache, slot: int, last: int, tree: Draft, cu
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON, "heads of 80"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", *RECURRENT, "heads of 80"])
 def test_every_row_of_any_tree_is_its_path_fed_plainly(name: str) -> None:
     target, rng = native(replace(BASE, **MODELS[name])), random.Random(1)
     for before in (33, 34):
@@ -326,7 +313,7 @@ def test_a_window_longer_than_any_text_hides_nothing() -> None:
         assert torch.equal(logits, results[0])
 
 
-@pytest.mark.parametrize("name", ["llama", GEMMA4, DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
+@pytest.mark.parametrize("name", ["llama", GEMMA4, *RECURRENT])
 def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
     """Check early exit, and a pass that continues where drafting has stopped."""
     target = native(replace(BASE, **{"layers": 4, **MODELS[name]}))
@@ -343,7 +330,7 @@ def test_taps_and_layers_may_be_cut_anywhere(name: str) -> None:
         assert torch.equal(target.forward(rows_of(cache, slot, path[0], draft), cache, Want()).logits[0], alone)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
+@pytest.mark.parametrize("name", ["llama", "gemma2", *RECURRENT])
 @pytest.mark.parametrize(("mode", "stored"), [(None, None), ("int8", None), (None, torch.int8)])
 def test_a_drafted_row_that_is_not_finite_harms_no_other(
     name: str, mode: Mode | None, stored: torch.dtype | None

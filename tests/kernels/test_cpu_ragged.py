@@ -13,20 +13,7 @@ from paceline.errors import OutOfMemory
 from paceline.kernels.cpu.build import library
 from paceline.types import Carried, Draft, Forward, Tap, Want
 from paceline.verify.tree import pack, pack_prefix, with_siblings
-from tests.support.native_models import (
-    BASE,
-    CPU,
-    DELTA_NET,
-    GEMMA4,
-    LFM2,
-    MAMBA,
-    MAMBA_ALONE,
-    MODELS,
-    NEMOTRON,
-    native,
-    plan,
-    text,
-)
+from tests.support.native_models import BASE, CPU, GEMMA4, MODELS, RECURRENT, native, plan, text
 from tests.support.ragged_passes import DRAFTS, filled, packed, verify
 
 pytestmark = [
@@ -49,11 +36,7 @@ def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
         "gemma2",
         "gemma3",
         GEMMA4,
-        DELTA_NET,
-        LFM2,
-        MAMBA,
-        MAMBA_ALONE,
-        NEMOTRON,
+        *RECURRENT,
         "partial rotary",
         "layers without rope",
     ],
@@ -80,7 +63,7 @@ def test_rings_that_have_wrapped() -> None:
         assert same(out, line, verify(target, cache, [slot], [draft], Want()), 1 + len(draft.tokens)), line
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
 def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows(name: str) -> None:
     """Rows are written at their own slot's positions, where the next pass reads them."""
     target = native(replace(BASE, **MODELS[name]))
@@ -101,7 +84,7 @@ def test_committed_rows_of_a_ragged_pass_equal_prefilled_rows(name: str) -> None
         assert torch.equal(ours, right), i
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
 def test_trees_at_different_levels_grow_together(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))
     cache, slots = filled(target, (20, 31, 12))
@@ -115,7 +98,7 @@ def test_trees_at_different_levels_grow_together(name: str) -> None:
         assert torch.equal(out.logits[line, : end - start], whole[line].logits[0, start:end]), line
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
 def test_a_pass_continues_each_slot_where_drafting_stopped(name: str) -> None:
     target = native(replace(BASE, **({"layers": 4} | MODELS[name])))
     cache, slots = filled(target, LENGTHS)
@@ -143,7 +126,7 @@ class Failing:
         return 1 if failed else self._run(*args)
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
 def test_a_pass_may_be_repeated_after_it_ran_out_of_memory(name: str) -> None:
     """This holds for a prompt, a new draft and a further level of a tree."""
     target = native(replace(BASE, **MODELS[name]))
@@ -192,7 +175,7 @@ def test_only_real_rows_reach_the_kernels() -> None:
     assert (layers.seen, head.seen) == ([real, 1], [real, 1])
 
 
-@pytest.mark.parametrize("name", ["llama", DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON])
+@pytest.mark.parametrize("name", ["llama", *RECURRENT])
 def test_padding_of_a_pass_is_never_read(name: str) -> None:
     """It may have any values, even NaN."""
     target = native(replace(BASE, **MODELS[name]))

@@ -22,19 +22,7 @@ from paceline.verify.tree import pack, pack_prefix
 from tests.support.cache_witness import CPU, HEADS, KV, LAYERS, Witness
 from tests.support.gguf_blocks import HALVES, stored
 from tests.support.instruction_sets import EMULATED, SAME_BITS, using
-from tests.support.native_models import (
-    BASE,
-    DELTA_NET,
-    GEMMA4,
-    GEMMA4_MOE,
-    LFM2,
-    MAMBA,
-    MODELS,
-    NEMOTRON,
-    native,
-    text,
-    whole,
-)
+from tests.support.native_models import BASE, GEMMA4, GEMMA4_MOE, MODELS, RECURRENT, native, text, whole
 from tests.support.native_products import KINDS, make, random
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="there is no C++ compiler")]
@@ -116,10 +104,7 @@ def test_attention_of_layers_that_torch_computes(sets: list[InstructionSet], sto
         "gemma2",
         GEMMA4,
         GEMMA4_MOE,
-        DELTA_NET,
-        LFM2,
-        MAMBA,
-        NEMOTRON,
+        *RECURRENT,
         "gelu",
         "heads of 80",
         "a mixture",

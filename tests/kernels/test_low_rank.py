@@ -22,7 +22,7 @@ from paceline.testing import TINY, random_tensors
 from paceline.types import Draft, Want
 from paceline.verify.tree import pack, pack_prefix
 from tests.support.hybrids import HYBRID, MAMBA_HYBRID, hybrid_tensors, mamba_tensors
-from tests.support.native_models import BASE, DELTA_NET, GEMMA4, MODELS, QWEN_MOE, tensors_of
+from tests.support.native_models import BASE, DELTA_NET, FALCON, GEMMA4, MODELS, NEMOTRON, QWEN_MOE, tensors_of
 from tests.support.random_adapters import adapters
 from tests.support.row_groups import watched
 
@@ -81,7 +81,10 @@ def tensors_for(name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, tensors_of(config)
 
 
-NATIVE = ["llama", "qwen2: biases", "gemma3", GEMMA4, DELTA_NET, QWEN_MOE, "a mixture", "no size in whole lanes"]
+NATIVE = [
+    *("llama", "qwen2: biases", "gemma3", GEMMA4, DELTA_NET, QWEN_MOE, NEMOTRON, FALCON),
+    *("a mixture", "no size in whole lanes"),
+]
 AFTER_A_TORCH_MIXER = "feed-forward blocks on the kernels, attention on torch"
 FAMILIES = [*NATIVE, "a hybrid", "mamba-2", "lfm2", AFTER_A_TORCH_MIXER]
 
@@ -127,7 +130,19 @@ def test_no_row_depends_on_the_adapters_of_other_rows(name: str, mode: Mode | No
 @of_every_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3", GEMMA4, DELTA_NET, "no size in whole lanes", "heads of 80", "lfm2", AFTER_A_TORCH_MIXER]
+    "name",
+    [
+        "llama",
+        "gemma3",
+        GEMMA4,
+        DELTA_NET,
+        NEMOTRON,
+        FALCON,
+        "no size in whole lanes",
+        "heads of 80",
+        "lfm2",
+        AFTER_A_TORCH_MIXER,
+    ],
 )
 def test_kernels_compute_what_merging_gives(name: str, dtype: torch.dtype) -> None:
     config, tensors = tensors_for(name)

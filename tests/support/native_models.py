@@ -54,9 +54,11 @@ _MAMBA = Mamba2Config(key_heads=2, heads=6, key_dim=24, value_dim=10, width=4)
 _MAMBAS = [LayerConfig(None, recurrent=replace(_MAMBA, norm_first=first), attends=False) for first in (False, True)]
 MAMBA = "granite 4: Mamba-2, experts beside a wider expert for all rows"
 NEMOTRON = "nemotron: layers with a mixer or a network, squared ReLU without a gate"
+FALCON = "falcon-h1: Mamba-2 in parallel with attention"
 MAMBA_ALONE = "mamba 2: no attention"
 WIDE_SHARED = "qwen2 moe: a wider expert for all rows that has a weight by row"
 SCORED = MixtureConfig(8, 3, 32, normalised=True, shared_block="mlp.shared_experts", sigmoid=True)
+RECURRENT = (DELTA_NET, LFM2, MAMBA, MAMBA_ALONE, NEMOTRON, FALCON)
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "odd feed-forward, one key head": {"ffn": 80, "kv_heads": 1},
@@ -114,6 +116,10 @@ MODELS: dict[str, dict[str, Any]] = {
             LayerConfig(None, attends=False),
             replace(_MAMBAS[0], feeds=False),
         ),
+    },
+    FALCON: {
+        **{"hidden": 72, "head_dim": 20, "layers": 4},
+        "special": (replace(_MAMBAS[1], attends=True, rope=FULL), replace(_MAMBAS[0], attends=True)) * 2,
     },
     MAMBA_ALONE: {"layers": 3, "special": (replace(_MAMBAS[0], feeds=False),) * 3},
     WIDE_SHARED: {
@@ -266,7 +272,8 @@ def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: to
 def mamba_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
     """Return the tensors with Mamba-2 in layer i instead of attention."""
     m, layer = _MAMBA, f"model.layers.{i}.mamba."
-    tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
+    if not c.plan[i].attends:
+        tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
     values = m.heads * m.value_dim
     for name, shape in {
         "in_proj": (values + m.channels + m.heads, c.hidden),

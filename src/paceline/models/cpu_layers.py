@@ -29,10 +29,9 @@ from paceline.kernels.cpu.matrix import (
 from paceline.kernels.low_rank import Adapted, NativeAdapters, adapters_of_pass
 from paceline.models.config import DeltaNetConfig, MatrixConfig
 from paceline.models.cpu_parts import (
-    NativeMixer,
+    MixerParts,
     NativeNetwork,
     NativeParts,
-    NativeRecurrent,
     adaptable,
     expert_norms,
     layer_norms,
@@ -48,7 +47,7 @@ from paceline.models.cpu_states import (
     gated_convolution,
     mamba,
 )
-from paceline.models.layers import Attention, Layer
+from paceline.models.layers import Layer
 from paceline.models.mamba import Mamba2
 from paceline.models.ranks import Ranks, lost
 from paceline.models.recurrent import DeltaNet, ShortConv
@@ -80,7 +79,7 @@ class _CLayer(Structure):
         (_Routing, "routing"),
         (c_void_p, "mixer_norm mixer_post_norm mlp_norm mlp_post_norm token_post_norm query_norm key_norm value_norm"),
         (c_float, "eps residual_scale scale"),
-        (c_int32, "hidden ffn activation head_dim token_offset key_heads value_heads view index rotation"),
+        (c_int32, "hidden ffn activation head_dim token_offset key_heads value_heads view index state rotation"),
         (CHeads, "heads"),
         (c_void_p, "qkv_adapters out_adapters gate_up_adapters down_adapters token_gate_adapters token_out_adapters"),
         (c_int32, "gated_attention"),
@@ -91,6 +90,8 @@ class _CLayer(Structure):
         (c_void_p, "expert_norm router_norm dense_post_norm expert_post_norm"),
         (POINTER(CGatedConvolution), "convolution"),
         (POINTER(CMamba), "mamba"),
+        (CMatrix, "state_in state_out"),
+        (c_void_p, "state_in_adapters state_out_adapters"),
         (c_int32, "gated_ffn"),
     )
 
@@ -138,8 +139,9 @@ class NativeLayers:
             ranks: See `stack.LayerStack`.
             offset: Index, in the model, of the first of these layers.
         """
-        mixers = [layer.mixer for layer in layers]
-        self._recurrent = {i: mixer.config for i, mixer in enumerate(mixers) if isinstance(mixer, NativeRecurrent)}
+        parts = [*map(native_parts, layers)]
+        states = [one.mixer.recurrent if one else None for one in parts]
+        self._recurrent = {i: state.config for i, state in enumerate(states) if state}
         """Index of each recurrent layer -> its sizes."""
         self._offset = offset
         # Keep these objects alive, because the structures of the layers point to them.
@@ -148,7 +150,7 @@ class NativeLayers:
         self._adapters: list[NativeAdapters] = []
         self._layers = layers
         self._all_reduce = None if ranks is None else _AllReduce(ranks)
-        each = zip(layers, attentions, places, rope_of, strict=True)
+        each = zip(layers, parts, attentions, places, rope_of, strict=True)
         structures = [self._structure(number, *arguments) for number, arguments in enumerate(each)]
         self._structures = (_CLayer * len(structures))(*structures)
         self._run = kernel(
@@ -204,58 +206,62 @@ class NativeLayers:
         return sum(i < number for i in self._recurrent)
 
     def _structure(
-        self, number: int, layer: Layer, spec: LayerAttention | None, place: tuple[int, int], rope: int
+        self,
+        number: int,
+        layer: Layer,
+        parts: NativeParts | None,
+        spec: LayerAttention | None,
+        place: tuple[int, int],
+        rope: int,
     ) -> _CLayer:
         """Return the structure of a layer. `place`: See `slab_indices`."""
-        parts = native_parts(layer)
         assert parts
         mixer, network = parts.mixer, parts.networks[0] if parts.networks else None
+        attention, recurrent = mixer.attention, mixer.recurrent
         norm = layer.mlp_norm or layer.mixer_norm or (layer.post_norms and layer.post_norms[1])
-        last = network.down if network else parts.out
+        last = network.down if network else mixer.out
         assert norm
         assert last
-        head_dim, keys, values, heads = self._heads(mixer, parts.qkv, spec)
-        if spec is None:
-            place = 0, self._recurrent_before(number)
+        head_dim, keys, values, heads = self._heads(mixer, spec)
         experts = [_Expert(one.gate_up.matrix.c, one.down.matrix.c) for one in parts.networks]
-        token_gate = _matrix(parts.token_gate)
+        token_gate, adapters = _matrix(parts.token_gate), [*map(self._adapters_of, adaptable(layer, parts))]
         return _CLayer(
-            *map(_matrix, (parts.qkv, parts.out, parts.router)),
+            *map(_matrix, (mixer.qkv, mixer.out, parts.router)),
             *(token_gate, _matrix(parts.token_out)),
             *((_Expert * len(experts))(*experts) if experts else None, self._routing(parts)),
-            *map(self._pointer, layer_norms(layer, mixer)),
+            *map(self._pointer, layer_norms(layer, attention)),
             *(norm.eps, layer.residual_scale, 1.0 if layer.scale is None else layer.scale.item()),
             *(last.matrix.shape[0], network.width if network else 0),
             *(ACTIVATION_KINDS[network.activation] if network else 0, head_dim),
-            *(number * token_gate.out, keys, values, *place, rope),
-            *(heads, *map(self._adapters_of, adaptable(layer, parts)), isinstance(mixer, Attention) and mixer.gated),
-            self._kept(delta_net(mixer, self._pointer) if isinstance(mixer, DeltaNet) else None),
+            *(number * token_gate.out, keys, values, *place, self._recurrent_before(number), rope),
+            *(heads, *adapters[:6], bool(attention and attention.gated)),
+            self._kept(delta_net(recurrent, self._pointer) if isinstance(recurrent, DeltaNet) else None),
             _matrix(parts.shared_gate),
             *(*_dense_beside_experts(parts.dense), *map(self._pointer, expert_norms(layer))),
-            self._kept(gated_convolution(mixer) if isinstance(mixer, ShortConv) else None),
-            self._kept(mamba(mixer, self._pointer) if isinstance(mixer, Mamba2) else None),
+            self._kept(gated_convolution(recurrent) if isinstance(recurrent, ShortConv) else None),
+            self._kept(mamba(recurrent, self._pointer) if isinstance(recurrent, Mamba2) else None),
+            *(*map(_matrix, (mixer.state_in, mixer.state_out)), *adapters[6:]),
             bool(network and network.gated),
         )
 
-    def _heads(
-        self, mixer: NativeMixer | None, qkv: NativeLinear | None, spec: LayerAttention | None
-    ) -> tuple[int, int, int, CHeads]:
+    def _heads(self, mixer: MixerParts, spec: LayerAttention | None) -> tuple[int, int, int, CHeads]:
         """Return the size of a head, the numbers of key heads and value heads that `qkv` outputs, and the structure of
         the heads. All are 0 without a mixer."""
-        if mixer is None:
-            return 0, 0, 0, CHeads()
-        if not isinstance(mixer, Attention):
-            c = mixer.config
+        attention = mixer.attention
+        if attention is None:
+            if mixer.recurrent is None:
+                return 0, 0, 0, CHeads()
+            c = mixer.recurrent.config
             outputs = c.heads * c.value_dim if isinstance(c, MatrixConfig) else c.channels
             count, size = (c.heads, c.value_dim) if isinstance(c, DeltaNetConfig) else (1, outputs)
             return size, 0, 0, CHeads(count, 0, padded_size(size))
         assert spec
-        assert qkv
-        size, keys = mixer.head_dim, mixer.kv_heads
-        values = qkv.matrix.shape[0] // size - mixer.qk_heads - mixer.gated * mixer.heads
+        assert mixer.qkv
+        size, keys = attention.head_dim, attention.kv_heads
+        values = mixer.qkv.matrix.shape[0] // size - attention.qk_heads - attention.gated * attention.heads
         kv_heads = spec.heads[0] if spec.heads else keys
         scale, softcap, sinks = spec.scale, spec.softcap or 0.0, self._pointer(spec.sinks)
-        return size, keys, values, CHeads(mixer.heads, kv_heads, padded_size(size), scale, softcap, sinks)
+        return size, keys, values, CHeads(attention.heads, kv_heads, padded_size(size), scale, softcap, sinks)
 
     def _kept(self, mixer: CStructure | None) -> ctypes._Pointer[CStructure] | None:
         """Keep the structure of a mixer alive, and return a pointer to it, or None for None."""

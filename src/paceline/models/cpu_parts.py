@@ -12,12 +12,11 @@ from paceline.kernels.linear import Linear, Ungated
 from paceline.kernels.low_rank import without_adapters
 from paceline.models.cpu_states import native_gates
 from paceline.models.layers import Attention, Dense, Layer, Mixer, Mixture, MixtureWithDense, SharedMixture
-from paceline.models.mamba import Mamba2
+from paceline.models.mamba import Mamba2, Parallel, SplitLinear
 from paceline.models.norms import HeadNorm, LayerNorm, WideNorm
 from paceline.models.recurrent import DeltaNet, ShortConv
 
 NativeRecurrent = DeltaNet | ShortConv | Mamba2
-NativeMixer = Attention | NativeRecurrent
 
 
 class NativeNetwork(NamedTuple):
@@ -38,13 +37,31 @@ class NativeNetwork(NamedTuple):
     gated: bool
 
 
+class MixerParts(NamedTuple):
+    """The parts of a layer's mixer. A layer may have attention, a recurrence, both in parallel, or neither.
+
+    Attributes:
+        attention: Attention.
+        recurrent: The recurrence.
+        qkv: First projection of attention, or of the recurrence if there is no attention.
+        out: Output projection of the same.
+        state_in: First projection of a recurrence in parallel with attention.
+        state_out: Output projection of the same.
+    """
+
+    attention: Attention | None = None
+    recurrent: NativeRecurrent | None = None
+    qkv: NativeLinear | None = None
+    out: NativeLinear | None = None
+    state_in: NativeLinear | None = None
+    state_out: NativeLinear | None = None
+
+
 class NativeParts(NamedTuple):
     """The parts of a decoder layer that the kernels run. LoRA adapters are stripped from all linear layers.
 
     Attributes:
-        mixer: The token mixer. None if the layer has only a feed-forward block.
-        qkv: First projection of the mixer, or None.
-        out: Output projection of the mixer, or None.
+        mixer: The token mixer.
         networks: The feed-forward network, or all experts. See `_networks`. Empty without a feed-forward block.
         dense: The network beside the experts, or None.
         moe: The mixture of experts. None in a dense layer.
@@ -54,9 +71,7 @@ class NativeParts(NamedTuple):
         token_out: Output projection of the per-layer token embeddings.
     """
 
-    mixer: NativeMixer | None
-    qkv: NativeLinear | None
-    out: NativeLinear | None
+    mixer: MixerParts
     networks: list[NativeNetwork]
     dense: NativeNetwork | None
     moe: Mixture | None
@@ -68,40 +83,48 @@ class NativeParts(NamedTuple):
 
 def native_parts(layer: Layer) -> NativeParts | None:
     """Return the parts of a layer, or None if the kernels cannot run the layer."""
-    mixer, mlp, token = layer.mixer, layer.mlp, layer.token_input
-    if mixer is not None and not _supports(mixer):
-        return None
+    mixer, mlp, token = _mixer_parts(layer), layer.mlp, layer.token_input
     if type(layer) is not Layer or isinstance(layer.mixer_norm or layer.mlp_norm, LayerNorm):
         return None
     experts = mlp.experts if isinstance(mlp, SharedMixture | MixtureWithDense) else mlp
     moe = experts if isinstance(experts, Mixture) else None
     if moe and (moe.weighs_inputs or not (moe.sigmoid or (moe.bias is None and moe.groups is None))):
         return None
-    projections = (_first_projection(mixer), layer.out) if mixer else ()
-    linears = _native(*projections, *((token.gate, token.out) if token else ()))
+    tokens = _native(*((token.gate, token.out) if token else ()))
     gate = mlp.shared_gate if isinstance(mlp, SharedMixture) else None
     routers = _native(*([moe.router] if moe else []), *([gate] if gate else []))
-    if linears is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
+    if mixer is None or tokens is None or routers is None or len({one.matrix.kinds for one in routers}) > 1:
         return None
     if (networks := _networks(mlp)) is None:
         return None
     each, beside = networks
     if len({(one.activation, one.gated) for one in (*each, *([beside] if beside else []))}) > 1:
         return None
-    qkv, out, *token_linears = linears if mixer else (None, None, *linears)
-    token_gate, token_out = token_linears or (None, None)
+    token_gate, token_out = tokens or (None, None)
     router, shared_gate = [*routers, None, None][:2]
-    return NativeParts(mixer, qkv, out, each, beside, moe, router, shared_gate, token_gate, token_out)
+    return NativeParts(mixer, each, beside, moe, router, shared_gate, token_gate, token_out)
 
 
-def _supports(mixer: Mixer) -> TypeGuard[NativeMixer]:
+def _mixer_parts(layer: Layer) -> MixerParts | None:
+    """Return the parts of a layer's mixer, or None if the kernels cannot run it."""
+    mixer, out = layer.mixer, layer.out
+    if mixer is None:
+        return MixerParts()
+    if isinstance(mixer, Parallel) and isinstance(out, SplitLinear):
+        attention, state, (attention_out, state_out) = mixer.attention, mixer.other, out.parts
+        if not (_supports(attention) and isinstance(state, Mamba2)):
+            return None
+        linears = _native(attention.qkv, attention_out, state.in_projection, state_out)
+        return MixerParts(attention, state, *linears) if linears else None
+    if not _supports(mixer) or (linears := _native(_first_projection(mixer), out)) is None:
+        return None
+    return MixerParts(mixer, None, *linears) if isinstance(mixer, Attention) else MixerParts(None, mixer, *linears)
+
+
+def _supports(mixer: Mixer) -> TypeGuard[Attention | NativeRecurrent]:
     if isinstance(mixer, Attention):
         return not (mixer.rope_scales_queries or mixer.qk_norm_after_rope or isinstance(mixer.norm, WideNorm))
-    if isinstance(mixer, DeltaNet):
-        return native_gates(mixer) is not None
-    if isinstance(mixer, Mamba2):
-        return mixer.norm is not None
-    return isinstance(mixer, ShortConv)
+    return isinstance(mixer, NativeRecurrent) and (not isinstance(mixer, DeltaNet) or native_gates(mixer) is not None)
 
 
 def _networks(mlp: object) -> tuple[list[NativeNetwork], NativeNetwork | None] | None:
@@ -141,20 +164,26 @@ def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[NativeNe
     return networks if len(kinds) == 1 else None
 
 
-def _first_projection(mixer: NativeMixer) -> Linear:
+def _first_projection(mixer: Attention | NativeRecurrent) -> Linear:
     return mixer.qkv if isinstance(mixer, Attention) else mixer.in_projection
 
 
 def adaptable(layer: Layer, parts: NativeParts) -> list[object]:
-    """Return the linear layers that may have adapters, in the order of layer.h. None stands for a linear layer that the
-    decoder layer does not have."""
+    """Return the linear layers that may have adapters, in the order of layer.h: those of a recurrence in parallel with
+    attention are last. None stands for a linear layer that the decoder layer does not have."""
     mlp, token = layer.mlp, layer.token_input
     first = mlp.gate_up if isinstance(mlp, Dense) else None
     dense = (
         [first.linear, mlp.down] if isinstance(mlp, Dense) and isinstance(first, NativeGated | Ungated) else [None] * 2
     )
     embeddings = [token.gate, token.out] if token else [None, None]
-    return [_first_projection(parts.mixer) if parts.mixer else None, layer.out, *dense, *embeddings]
+    mixer = parts.mixer.attention or parts.mixer.recurrent
+    out: object = layer.out
+    state: list[object] = [None, None]
+    if isinstance(layer.out, SplitLinear) and isinstance(parts.mixer.recurrent, Mamba2):
+        out, state_out = layer.out.parts
+        state = [parts.mixer.recurrent.in_projection, state_out]
+    return [_first_projection(mixer) if mixer else None, out, *dense, *embeddings, *state]
 
 
 def _native(*linears: object) -> list[NativeLinear] | None:
@@ -163,15 +192,16 @@ def _native(*linears: object) -> list[NativeLinear] | None:
     return found if len(found) == len(linears) else None
 
 
-def layer_norms(layer: Layer, mixer: NativeMixer | None) -> list[Tensor | None]:
+def layer_norms(layer: Layer, attention: Attention | None) -> list[Tensor | None]:
     """Return the weights of a layer's norms, in the order of layer.h."""
     post, token = layer.post_norms or (None, None), layer.token_input
     mlp_norm = layer.mlp.before[0] if isinstance(layer.mlp, MixtureWithDense) else layer.mlp_norm
     norms = [layer.mixer_norm, post[0], mlp_norm, post[1], token.norm if token else None]
     heads: list[Tensor | None] = [None, None, None]
-    if isinstance(mixer, Attention):
-        qk = [mixer.norm.weight[0], mixer.norm.weight[-1]] if isinstance(mixer.norm, HeadNorm) else [None, None]
-        heads = [*qk, mixer.value_norm.weight if mixer.value_norm else None]
+    if attention:
+        norm, values = attention.norm, attention.value_norm
+        qk = [norm.weight[0], norm.weight[-1]] if isinstance(norm, HeadNorm) else [None, None]
+        heads = [*qk, values.weight if values else None]
     return [*(norm.weight if norm else None for norm in norms), *heads]
 
 

@@ -90,10 +90,9 @@ def delta_net(mixer: DeltaNet, pointer: Callable[[Tensor | None], int | None]) -
 
 def mamba(mixer: Mamba2, pointer: Callable[[Tensor | None], int | None]) -> CMamba:
     """Return the structure of a mixer. `pointer`: See `delta_net`."""
-    norm = mixer.norm
-    assert norm
-    vectors = mixer.decay_rate, mixer.step_bias, mixer.recurrence.skip, norm.padded_weight(LANES)
-    return CMamba(*map(pointer, vectors), _matrix_state(mixer.recurrence), norm.eps, norm.first)
+    norm, vectors = mixer.norm, (mixer.decay_rate, mixer.step_bias, mixer.recurrence.skip)
+    weight, eps, first = (norm.padded_weight(LANES), norm.eps, norm.first) if norm else (None, 0.0, False)
+    return CMamba(*map(pointer, (*vectors, weight)), _matrix_state(mixer.recurrence), eps, first)
 
 
 def _matrix_state(state: MatrixState) -> CMatrixState:

@@ -117,27 +117,27 @@ class Parallel(RecurrentMixer):
     """Attention in parallel with a recurrent state, on the same rows (Falcon-H1)."""
 
     def __init__(self, attention: Attention, other: RecurrentMixer) -> None:
-        self.attention, self._other, self.recurrence = attention, other, other.recurrence
+        self.attention, self.other, self.recurrence = attention, other, other.recurrence
 
     def mix(self, x: Tensor, layer: int, rope: Rope, view: RecurrentPass) -> Tensor:
         """Return the outputs of attention and of the state, concatenated, [B, T, *]."""
-        return torch.cat([one.mix(x, layer, rope, view) for one in (self.attention, self._other)], -1)
+        return torch.cat([one.mix(x, layer, rope, view) for one in (self.attention, self.other)], -1)
 
 
 class SplitLinear(Addend):
     """The sum of two linear layers. The first takes the first `width` elements of a row, the second takes the rest."""
 
     def __init__(self, first: Linear, second: Linear, width: int) -> None:
-        self._parts, self._width = (first, second), width
+        self.parts, self._width = (first, second), width
 
     def __call__(self, x: Tensor) -> Tensor:
         first, second = self._split(x)
-        return self._parts[1].onto(second, self._parts[0](first))
+        return self.parts[1].onto(second, self.parts[0](first))
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """See `layers.Addend.onto`."""
         first, second = self._split(x)
-        return self._parts[1].onto(second, self._parts[0].onto(first, residual))
+        return self.parts[1].onto(second, self.parts[0].onto(first, residual))
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x[..., : self._width].contiguous(), x[..., self._width :].contiguous()

@@ -35,9 +35,9 @@ struct Layer {
     // rotation are the values. If it outputs no keys, the layer reads the keys and values of an earlier layer, whose `view` and `index`
     // it has.
     int32_t key_heads, value_heads;
-    // `view`, `rotation`: indices into the pass's views and rotations. `index`: number of the layer among the layers of the view, or among
-    // the recurrent layers.
-    int32_t view, index, rotation;
+    // `view`, `rotation`: indices into the pass's views and rotations. `index`: number of the layer among the layers of the view.
+    // `state`: number of the layer among the recurrent layers.
+    int32_t view, index, state, rotation;
     Heads heads;  // of the mixer (Mamba-2 and a convolution have one head of all outputs); `padded_dim` is `head_dim` padded to whole lanes
     // LoRA factors of each linear layer, one `LowRank` for each adapter; null if no adapter changes the linear layer.
     const LowRank *qkv_adapters, *out_adapters, *gate_up_adapters, *down_adapters, *token_gate_adapters, *token_out_adapters;
@@ -51,11 +51,15 @@ struct Layer {
     int32_t dense_ffn;
     const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
     const GatedConvolution* convolution;  // the mixer if it is a convolution, or null. `qkv` is then its first projection
-    const Mamba* mamba;                   // the mixer if it is Mamba-2, or null. `qkv` is then its first projection
+    const Mamba* mamba;                   // the mixer if it is Mamba-2, or null. `qkv` is then its first projection, except for:
+    // First and last linear layer of Mamba-2 in parallel with attention, and their LoRA factors. `state_in.out` is 0 otherwise.
+    Matrix state_in, state_out;
+    const LowRank *state_in_adapters, *state_out_adapters;
     int32_t gated_ffn;                    // 0 if the feed-forward networks have no gates
 
     bool mixes() const { return qkv.out > 0; }
-    bool attends() const { return mixes() && !delta && !convolution && !mamba; }
+    bool is_parallel() const { return state_in.out > 0; }
+    bool attends() const { return mixes() && !delta && !convolution && (!mamba || is_parallel()); }
     bool feeds() const { return experts; }
     bool is_moe() const { return routing.count() > 1; }
     bool has_dense() const { return dense.down.out > 0; }
@@ -87,7 +91,7 @@ struct Pass {
     const Stretch* stretches;  // `stretch_count` for each recurrent layer; null if there are no recurrent layers
     int32_t stretch_count;
 
-    Stretches stretches_of(const Layer& l) const { return {stretches + int64_t(l.index) * stretch_count, stretch_count}; }
+    Stretches stretches_of(const Layer& l) const { return {stretches + int64_t(l.state) * stretch_count, stretch_count}; }
 };
 
 // Memory of one thread.
@@ -155,6 +159,10 @@ struct Scratch {
         grow(qkv, rows, l.qkv_width()), grow(queries, rows, l.query_width()), grow(mixer_output, rows, l.query_width());
         if (l.delta) delta.reserve(*l.delta, rows), router_input.reserve(rows, l.delta->beta);
         if (l.mamba) mamba.reserve(*l.mamba, rows);
+        if (l.is_parallel()) {
+            grow(qkv, rows, padded_size(l.state_in.out)), grow(mixer_output, rows, padded_size(l.state_out.in));
+            router_input.reserve(rows, l.state_in), out_input.reserve(rows, l.state_out);
+        }
         if (l.attends())
             grow(partials, WorkItems(pass.views[l.view], pass.slots, l.heads, pass.threads).partials(rows), partial_size(l.heads));
         qkv_input.reserve(rows, l.qkv), out_input.reserve(rows, l.out);
@@ -274,20 +282,41 @@ class LayerTask {
             const int size = mixer_input ? padded_size(width) : hidden;
             s.qkv_input.set({0, rows}, row, l.qkv, x, size, 0, size);
             if (l.delta) s.router_input.set({0, rows}, row, l.delta->beta, x, size, 0, size);
+            if (l.is_parallel()) s.router_input.set({0, rows}, row, l.state_in, x, size, 0, size);
             if (!mixer_input) shrink(l.qkv_adapters, row, x, hidden);
         });
         multiply(l.qkv, s.qkv_input, s.qkv.data(), qkv_width, l.qkv_adapters);
         if (l.delta)
             run_delta_net();
-        else if (l.mamba)
-            run_mamba();
         else if (l.convolution)
             convolve();
-        else
+        else if (l.attends())
             rotate_and_store(), attend();
+        else
+            run_mamba(qkv_width, query_width);
         each_row([&](int row, ThreadScratch& local) { set_out_input(row, local.row.data()); });
         multiply(l.out, s.out_input, s.addend.data(), hidden, l.out_adapters);
+        if (l.is_parallel()) add_mamba();
         return all_reduce();
+    }
+
+    // Adds the output of Mamba-2 to the output of the attention in parallel with it.
+    void add_mamba() {
+        const int size = l.mamba->state.value_size(), width = padded_size(l.state_in.out), stride = padded_size(size);
+        if (pass.adapters)
+            each_row([&](int row, ThreadScratch& local) { shrink(l.state_in_adapters, row, normed_row(row, l.mixer_norm, local), hidden); });
+        multiply(l.state_in, s.router_input, s.qkv.data(), width, l.state_in_adapters);
+        run_mamba(width, stride);
+        each_row([&](int row, ThreadScratch& local) {
+            copy_row(local.row.data(), &s.mixer_output[int64_t(row) * stride], size);
+            s.out_input.set({0, rows}, row, l.state_out, local.row.data(), stride, 0, stride);
+            shrink(l.state_out_adapters, row, local.row.data(), stride);
+        });
+        team.split(blocks_of(l.state_out), [&](Range blocks, int) {
+            product(blocks, l.state_out, s.out_input, {0, rows}, [&](int row, int at, Floats y) {
+                store(addend(row) + at, load<Floats>(addend(row) + at) + plus_adapter(l.state_out_adapters, row, at, y));
+            });
+        });
     }
 
     // Runs Gated DeltaNet between its projections.
@@ -306,12 +335,12 @@ class LayerTask {
         });
     }
 
-    // Runs Mamba-2 between its projections.
-    void run_mamba() {
+    // Runs Mamba-2 between its projections: from `qkv` [rows, width] to `mixer_output` [rows, stride].
+    void run_mamba(int width, int stride) {
         const Mamba& net = *l.mamba;
         const Stretches stretches = pass.stretches_of(l);
         const MambaTask task(net, stretches, s.mamba);
-        auto projected = [&](int row) { return &s.qkv[int64_t(row) * qkv_width]; };
+        auto projected = [&](int row) { return &s.qkv[int64_t(row) * width]; };
         each_row([&](int row, ThreadScratch&) { task.enter(row, projected(row)); });
         stretches.keep_entries(net.state.conv_width, net.state.channels());
         each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
@@ -319,7 +348,7 @@ class LayerTask {
             for (int head = heads.from; head < heads.to; head++) task.run(head, locals[thread].row.data());
         });
         each_row([&](int row, ThreadScratch& local) {
-            task.finish(row, projected(row), &s.mixer_output[int64_t(row) * query_width], local.row.data());
+            task.finish(row, projected(row), &s.mixer_output[int64_t(row) * stride], local.row.data());
         });
     }
 

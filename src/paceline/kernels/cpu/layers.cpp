@@ -201,7 +201,7 @@ bool cut(Groups& groups, const Pass& pass, const Layer* layers, int count) {
     for (const Layer* l = layers; l < layers + count; l++) {
         // Groups do not help a mixture of experts, since each group would read the weights of nearly all experts. The stretches of a
         // recurrent layer cannot be cut, and a layer without a mixer has no views to cut.
-        if (l->is_moe() || !l->attends()) return false;
+        if (l->is_moe() || !l->attends() || l->is_parallel()) return false;
         views = std::max(views, l->view + 1);
     }
     return groups.cut(pass, views, count);

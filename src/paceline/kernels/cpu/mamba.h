@@ -13,7 +13,7 @@ namespace paceline {
 struct Mamba {
     const float *decay_rate, *step_bias;  // the decay's negative rate A, and the bias of its time step [heads]
     const float* skip;                    // factor of the values that are added to the outputs [heads]
-    const float* output_norm;             // weights of the norm of the outputs [key heads, group_size()], each row padded
+    const float* output_norm;             // weights of the norm of the outputs [key heads, group_size()], each row padded; or null
     MatrixState state;
     float output_eps;
     int32_t norm_first;  // 1 if the norm is applied before the gates
@@ -95,7 +95,7 @@ class MambaTask {
                 store(gate + i, factor);
                 if (!net_.norm_first) store(x + i, load<Floats>(x + i) * factor);
             }
-            normed(x, x, net_.output_norm + group * padded, size, net_.output_eps);
+            if (net_.output_norm) normed(x, x, net_.output_norm + group * padded, size, net_.output_eps);
             for (int i = 0; net_.norm_first && i < padded; i += LANES) store(x + i, load<Floats>(x + i) * load<Floats>(gate + i));
             std::copy_n(x, size, to + first);
         }
