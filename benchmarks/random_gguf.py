@@ -463,19 +463,30 @@ def _granite_attends(i: int) -> bool:
     return i in (5, 15, 25, 35)
 
 
+def _mamba(hidden: int, heads: int, groups: int, kind: Type) -> Iterator[Part]:
+    """Yield the tensors of Mamba-2 with heads of 64 elements and states of 128. `kind`: of the first projection."""
+    inner, channels = 64 * heads, 64 * heads + 2 * groups * 128
+    yield Part("ssm_in.weight", (inner + channels + heads, hidden), kind)
+    yield Part("ssm_conv1d.weight", (channels, 4))
+    yield Part("ssm_conv1d.bias", (channels,))
+    yield Part("ssm_dt.bias", (heads,))
+    yield from (Part(name, (heads, 1)) for name in ("ssm_a", "ssm_d"))
+    yield Part("ssm_norm.weight", (groups, inner // groups))
+    yield Part("ssm_out.weight", (hidden, inner), Q4_K)
+
+
+def _mamba_sizes(heads: int, groups: int) -> dict[str, int]:
+    sizes = {"conv_kernel": 4, "state_size": 128, "group_count": groups, "time_step_rank": heads}
+    return {f"ssm.{name}": size for name, size in (sizes | {"inner_size": 64 * heads}).items()}
+
+
 def _granite_layer(i: int, layers: int) -> Iterator[Part]:
-    values, inner, state, heads = _more_bits(i, layers), 2 * 1536, 128, 48
+    values = _more_bits(i, layers)
     yield from _norms(1536, "attn_norm", "ffn_norm")
     if _granite_attends(i):
         yield from _attention(1536, 12 * 128, 4 * 128, values)
     else:
-        yield Part("ssm_in.weight", (2 * inner + 2 * state + heads, 1536), Q4_K)
-        yield Part("ssm_conv1d.weight", (inner + 2 * state, 4))
-        yield Part("ssm_conv1d.bias", (inner + 2 * state,))
-        yield Part("ssm_dt.bias", (heads,))
-        yield from (Part(name, (heads, 1)) for name in ("ssm_a", "ssm_d"))
-        yield Part("ssm_norm.weight", (1, inner))
-        yield Part("ssm_out.weight", (1536, inner), Q4_K)
+        yield from _mamba(1536, 48, 1, Q4_K)
     yield from _experts(1536, 64, 512, Q4_K, values)
     yield from (part._replace(name=part.name.replace(".", "_shexp.")) for part in _mlp(1536, 1024, values))
 
@@ -501,17 +512,65 @@ GRANITE_4_H_TINY = Model(
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.dimension_count": 128,
         "rope.freq_base": 10000.0,
-        "rope.scaling.finetuned": False,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 128,
-        "ssm.group_count": 1,
-        "ssm.time_step_rank": 48,
-        "ssm.inner_size": 2 * 1536,
+        "rope.scaling.finetuned": False,  # no positions
+        **_mamba_sizes(48, 1),
     },
     layer=_granite_layer,
     top=lambda layers: _tables(100352, 1536, Q6_K, None),
     fields_of_layers=lambda layers: {
         "attention.head_count_kv": [4 if _granite_attends(i) else 0 for i in range(layers)]
+    },
+)
+
+_NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+"""The part of each layer: Mamba-2, experts or attention."""
+
+
+def _nemotron_layer(i: int, layers: int) -> Iterator[Part]:
+    more = Q8_0 if _more_bits(i, layers) == Q6_K else Q5_0  # blocks of 256 fit neither 2688 nor 1856
+    yield from _norms(2688, "attn_norm")
+    if _NEMOTRON[i] == "M":
+        yield from _mamba(2688, 64, 8, Q5_0)
+    elif _NEMOTRON[i] == "*":
+        yield from (
+            part._replace(type=Q4_K if part.name == "attn_output.weight" else part.type)
+            for part in _attention(2688, 32 * 128, 2 * 128, more, Q5_0)
+        )
+    else:
+        yield from (x for x in _experts(2688, 128, 1856, Q5_0, more) if x.name != "ffn_gate_exps.weight")
+        yield Part("ffn_up_shexp.weight", (3712, 2688), Q5_0)
+        yield Part("ffn_down_shexp.weight", (2688, 3712), more)
+        yield Part("exp_probs_b.bias", (128,))
+
+
+NEMOTRON_3_NANO = Model(
+    "nemotron_h_moe",
+    layers=20,  # of 52
+    hidden=2688,
+    vocab=131072,
+    fields={
+        "attention.head_count": 32,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "context_length": 262144,
+        "vocab_size": 131072,
+        **_expert_sizes(128, 6, 1856),
+        "expert_shared_count": 1,
+        "expert_shared_feed_forward_length": 3712,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "expert_group_count": 1,
+        "expert_group_used_count": 1,
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.dimension_count": 84,
+        "rope.scaling.finetuned": False,  # no positions
+        **_mamba_sizes(64, 8),
+    },
+    layer=_nemotron_layer,
+    top=lambda layers: _tables(131072, 2688, Q5_0, Q8_0),
+    fields_of_layers=lambda layers: {
+        "attention.head_count_kv": [2 * (kind == "*") for kind in _NEMOTRON[:layers]],
+        "feed_forward_length": [1856 * (kind == "E") for kind in _NEMOTRON[:layers]],
     },
 )
 
@@ -525,6 +584,7 @@ MODELS = {
     "glm-4.7-flash": GLM_4_7_FLASH,
     "lfm2-8b-a1b": LFM2_8B_A1B,
     "granite-4-h-tiny": GRANITE_4_H_TINY,
+    "nemotron-3-nano": NEMOTRON_3_NANO,
 }
 
 
