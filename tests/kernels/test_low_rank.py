@@ -141,6 +141,7 @@ def test_no_row_depends_on_the_adapters_of_other_rows(name: str, mode: Mode | No
         "no size in whole lanes",
         "heads of 80",
         "lfm2",
+        "mamba-2",
         AFTER_A_TORCH_MIXER,
     ],
 )

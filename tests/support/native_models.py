@@ -126,6 +126,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixture": MixtureConfig(6, 2, 32, normalised=False, shared=52, shared_block="mlp.shared_expert"),
         "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL)),
     },
+    "one expert beside a wider expert for all rows": {
+        "mixture": MixtureConfig(1, 1, 32, normalised=False, shared=52, shared_block="mlp.shared_experts"),
+        "special": (LayerConfig(FULL, sparse=True), LayerConfig(FULL)),
+    },
+    "one expert with its own score beside a wider expert for all rows": {
+        "mixture": replace(SCORED, count=1, used=1, shared=52, normalised=False, scale=1.7),
+        "special": (LayerConfig(FULL), LayerConfig(FULL, sparse=True)),
+    },
     "gelu": {"activation": "gelu"},
     "partial rotary": {"rope": RopeConfig(share=0.5), "head_dim": 32},
     "layers without rope": {"special": (LayerConfig(None), LayerConfig(FULL))},

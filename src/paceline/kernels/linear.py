@@ -137,10 +137,10 @@ class Ungated:
 
     def __init__(self, up: Linear, activation: str) -> None:
         """`activation`: A name in `UNGATED`."""
-        self.linear, self.activation = up, activation
+        self.linear, self.activation, self._act = up, activation, UNGATED[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return UNGATED[self.activation](self.linear(x))
+        return self._act(self.linear(x))
 
 
 class _Plain(Linear):

@@ -237,7 +237,7 @@ class NativeLayers:
             *(heads, *adapters[:6], bool(attention and attention.gated)),
             self._kept(delta_net(recurrent, self._pointer) if isinstance(recurrent, DeltaNet) else None),
             _matrix(parts.shared_gate),
-            *(*_dense_beside_experts(parts.dense), *map(self._pointer, expert_norms(layer))),
+            *(*_dense_beside_experts(parts.dense), *map(self._pointer, expert_norms(layer, parts))),
             self._kept(gated_convolution(recurrent) if isinstance(recurrent, ShortConv) else None),
             self._kept(mamba(recurrent, self._pointer) if isinstance(recurrent, Mamba2) else None),
             *(*map(_matrix, (mixer.state_in, mixer.state_out)), *adapters[6:]),
@@ -379,8 +379,11 @@ class _KernelPass:
         views, (slots, length) = [KernelView(own) for own in plans], shape
         tensor_rows = slots * length
         rows = plans[0][0].rows if plans else states.rows if states else None
-        counts, lines = (rows.counts, rows.lines) if rows else ((length,) * slots, range(tensor_rows))
-        indices = (c_int64 * len(lines))(*lines)
+        counts = rows.counts if rows else (length,) * slots
+        if views:
+            indices = views[0].row_indices
+        else:
+            indices = (c_int64 * sum(counts))(*(rows.lines if rows else range(tensor_rows)))
         self._kept_alive: list[object] = [*views, indices]
         """The objects that the structure `c` points to."""
         self.c = _CPass(

@@ -86,6 +86,8 @@ def native_parts(layer: Layer) -> NativeParts | None:
     mixer, mlp, token = _mixer_parts(layer), layer.mlp, layer.token_input
     if type(layer) is not Layer or isinstance(layer.mixer_norm or layer.mlp_norm, LayerNorm):
         return None
+    if token and not mlp:
+        return None
     experts = mlp.experts if isinstance(mlp, SharedMixture | MixtureWithDense) else mlp
     moe = experts if isinstance(experts, Mixture) else None
     if moe and (moe.weighs_inputs or not (moe.sigmoid or (moe.bias is None and moe.groups is None))):
@@ -205,9 +207,10 @@ def layer_norms(layer: Layer, attention: Attention | None) -> list[Tensor | None
     return [*(norm.weight if norm else None for norm in norms), *heads]
 
 
-def expert_norms(layer: Layer) -> list[Tensor | None]:
-    """Return the weights of the norms that only a mixture with a network beside it has, in the order of layer.h."""
-    if not isinstance(layer.mlp, MixtureWithDense):
-        inputs = layer.mlp_norm.weight if layer.mlp_norm else None
-        return [inputs, inputs, None, None]
-    return [norm.weight for norm in (*layer.mlp.before[1:], *layer.mlp.after)]
+def expert_norms(layer: Layer, parts: NativeParts) -> list[Tensor | None]:
+    """Return the weights of the norms that only a mixture with a network beside it has, in the order of layer.h. A
+    shared expert has the norm of the other experts, and no norm of its output."""
+    if isinstance(layer.mlp, MixtureWithDense):
+        return [norm.weight for norm in (*layer.mlp.before[1:], *layer.mlp.after)]
+    inputs = layer.mlp_norm.weight if parts.dense and layer.mlp_norm else None
+    return [inputs, inputs, None, None]

@@ -126,7 +126,7 @@ class SharedAttention(Attention):
 
 
 class Dense:
-    """A gated feed-forward network (Shazeer 2020)."""
+    """A feed-forward network, usually with a gate (Shazeer 2020)."""
 
     def __init__(self, gate_up: Activation, down: Linear) -> None:
         self.gate_up, self.down = gate_up, down

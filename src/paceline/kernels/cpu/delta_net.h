@@ -21,9 +21,7 @@ struct DeltaNet {
     int projection_width() const { return state.channels() + state.value_size(); }
 
     // Floats of scratch memory that a thread needs for a stretch.
-    int64_t scratch_size(const Stretch& s) const {
-        return std::max(state.scratch_size(s) + padded_size(state.keys), int64_t(padded_size(state.values)));
-    }
+    int64_t scratch_size(const Stretch& s) const { return state.scratch_size(s) + std::max(padded_size(state.keys), padded_size(state.values)); }
 };
 
 // Results that one stage leaves for the next.

@@ -79,7 +79,7 @@ enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED, RELU_SQUARED };
 
 inline Floats activate(int kind, const Floats& x) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
-    if (kind == RELU_SQUARED) return select(x > 0.0f, x * x, Floats{});
+    if (kind == RELU_SQUARED) return select(x < 0.0f, Floats{}, x * x);  // NaN stays NaN
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * fma(x * x * 0.044715f, x, x)));
     return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
 }

@@ -24,8 +24,9 @@ struct Layer {
     Matrix qkv, out;               // first and last linear layer of the mixer; `qkv.out` is 0 without a mixer
     Matrix router;                 // of a mixture of experts
     Matrix token_gate, token_out;  // see `LayerTask::add_token_embedding`; `token_gate.out` is 0 if the layer adds no token embeddings
-    const Expert* experts;  // all of the same kinds and sizes; a single one if this is not a mixture of experts; null without a feed-forward block
-    Routing routing;               // of a mixture of experts
+    // All of the same kinds and sizes; a single one if this is not a mixture of experts; null without a feed-forward block.
+    const Expert* experts;
+    Routing routing;  // of a mixture of experts
     // Norm weights, or null. The `post` norms apply to the outputs of the mixer, the feed-forward network and the token embeddings.
     const float *mixer_norm, *mixer_post_norm, *mlp_norm, *mlp_post_norm, *token_post_norm, *query_norm, *key_norm, *value_norm;
     float eps, residual_scale, scale;  // `residual_scale`: factor of the outputs of mixer and feed-forward; `scale`: of the layer's output
@@ -51,18 +52,20 @@ struct Layer {
     int32_t dense_ffn;
     const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
     const GatedConvolution* convolution;  // the mixer if it is a convolution, or null. `qkv` is then its first projection
-    const Mamba* mamba;                   // the mixer if it is Mamba-2, or null. `qkv` is then its first projection, except for:
-    // First and last linear layer of Mamba-2 in parallel with attention, and their LoRA factors. `state_in.out` is 0 otherwise.
+    const Mamba* mamba;                   // the mixer if it is Mamba-2, alone or in parallel with attention, or null
+    // First and last linear layer of Mamba-2 in parallel with attention, and their LoRA factors. Otherwise, `state_in.out` is 0, and the
+    // layers of Mamba-2 are `qkv` and `out`.
     Matrix state_in, state_out;
     const LowRank *state_in_adapters, *state_out_adapters;
-    int32_t gated_ffn;                    // 0 if the feed-forward networks have no gates
+    int32_t gated_ffn;  // 0 if the feed-forward networks have no gates
 
     bool mixes() const { return qkv.out > 0; }
     bool is_parallel() const { return state_in.out > 0; }
     bool attends() const { return mixes() && !delta && !convolution && (!mamba || is_parallel()); }
     bool feeds() const { return experts; }
-    bool is_moe() const { return routing.count() > 1; }
+    bool is_moe() const { return router.out > 0; }
     bool has_dense() const { return dense.down.out > 0; }
+
     // Units of LANES elements of the hidden row of a feed-forward network.
     int hidden_blocks(const Expert& network) const { return blocks_of(network.gate_up) / (1 + gated_ffn); }
 
@@ -111,7 +114,7 @@ struct ThreadScratch {
    private:
     template <class Mixer>
     void reserve_for(const Mixer& mixer, const Stretches& stretches) {
-        for (const Stretch& stretch : stretches) grow(row, 1, int(mixer.scratch_size(stretch)));
+        for (const Stretch& stretch : stretches) grow(row, 1, mixer.scratch_size(stretch));
     }
 };
 
@@ -303,7 +306,7 @@ class LayerTask {
     // Adds the output of Mamba-2 to the output of the attention in parallel with it.
     void add_mamba() {
         const int size = l.mamba->state.value_size(), width = padded_size(l.state_in.out), stride = padded_size(size);
-        if (pass.adapters)
+        if (pass.adapters)  // for one linear layer at a time
             each_row([&](int row, ThreadScratch& local) { shrink(l.state_in_adapters, row, normed_row(row, l.mixer_norm, local), hidden); });
         multiply(l.state_in, s.router_input, s.qkv.data(), width, l.state_in_adapters);
         run_mamba(width, stride);

@@ -216,9 +216,11 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* m
     Groups& groups = state.groups;
     const LayersCall<Element> call{layers, count, static_cast<Number*>(x), static_cast<const Number*>(mixer_input), mixer_width, taps, tap_count,
                            static_cast<Number*>(states)};
-    // Layers without a mixer are called one at a time, and are too many for a thread count each. All of them use all threads.
+    // Feed-forward blocks of layers whose mixers torch runs are called one at a time, and are too many for a thread count each. All of them
+    // use all threads.
     static const char without_mixer = 0;
-    const void* work = layers->mixes() ? static_cast<const void*>(layers) : &without_mixer;
+    const bool mixes = std::any_of(layers, layers + count, [](const Layer& l) { return l.mixes(); });
+    const void* work = mixes ? static_cast<const void*>(layers) : &without_mixer;
     Team team(pass.threads, work);
     pass.threads = team.count();
     bool in_groups = false;
@@ -245,7 +247,7 @@ int run_layers(const Layer* layers, int count, Pass pass, void* x, const void* m
         for (int i = 0; i < count; i++)
             if (!call.layer(state.scratch, pass, i, state.threads.data(), team)) return 2;
     }
-    if (layers->mixes()) team.passed(pass.rows);
+    if (mixes) team.passed(pass.rows);
     return 0;
 }
 

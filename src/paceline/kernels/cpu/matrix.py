@@ -30,9 +30,8 @@ INT8, INT8_OFFSET, INT4_OFFSET, STACKED, BF16, IQ4_NL = 8, 9, 4, 1, 16, 84
 _UNIT = 256
 """A row width that every kind supports."""
 
-ACTIVATION_KINDS = {
-    **{"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "gelu_fast": 2, "clamped_swiglu": 3, "relu2": 4}
-}
+_TANH = dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), 2)
+ACTIVATION_KINDS = {"silu": 0, "gelu": 1, **_TANH, "clamped_swiglu": 3, "relu2": 4}
 """Activations (`kernels/activations.py`), as numbered in functions.h."""
 
 FLOAT_KINDS = {torch.bfloat16: BF16, torch.float16: 17, torch.float32: 32}

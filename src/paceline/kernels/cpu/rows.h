@@ -46,8 +46,8 @@ inline void copy_row(float* to, const float* from, int size) {
 
 // Enlarges v to at least `rows` * `width` elements.
 template <class T>
-void grow(std::vector<T>& v, int rows, int width) {
-    if (v.size() < size_t(rows) * width) v.resize(size_t(rows) * width);
+void grow(std::vector<T>& v, int rows, int64_t width) {
+    if (v.size() < size_t(rows * width)) v.resize(size_t(rows * width));
 }
 
 }  // namespace paceline

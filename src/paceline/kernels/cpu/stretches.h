@@ -14,7 +14,7 @@ struct Stretch {
     int32_t first, count, start;              // the rows are `first` to `first` + `count` - 1 of the pass
     const int32_t* parents;                   // [start + count]: see `Delta`
     const int64_t* history;                   // [count, width]: see `ShortConvolution`
-    // Only Gated DeltaNet has matrices, decays, keys and changes.
+    // A gated convolution has no matrices, decays, keys and changes.
     const float *entries_before, *before;     // the state: the last entries [width - 1, channels], and the matrices
     float *entries, *decay, *keys, *changes;  // updates by all rows of the tree [start + count, *]: the first `start` are known
     float *last_entries, *after;              // receive the state after the last row of a chain; null for a tree
