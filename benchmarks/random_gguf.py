@@ -464,7 +464,7 @@ def _granite_attends(i: int) -> bool:
 
 
 def _mamba(hidden: int, heads: int, groups: int, kind: Type) -> Iterator[Part]:
-    """Yield the tensors of Mamba-2 with heads of 64 elements and states of 128. `kind`: of the first projection."""
+    """Yield the tensors of Mamba-2 with heads of 64 and states of 128 elements. `kind`: Type of `ssm_in`."""
     inner, channels = 64 * heads, 64 * heads + 2 * groups * 128
     yield Part("ssm_in.weight", (inner + channels + heads, hidden), kind)
     yield Part("ssm_conv1d.weight", (channels, 4))
@@ -523,11 +523,11 @@ GRANITE_4_H_TINY = Model(
 )
 
 _NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-"""The part of each layer: Mamba-2, experts or attention."""
+"""What each layer contains: Mamba-2 (M), experts (E) or attention (*)."""
 
 
 def _nemotron_layer(i: int, layers: int) -> Iterator[Part]:
-    more = Q8_0 if _more_bits(i, layers) == Q6_K else Q5_0  # blocks of 256 fit neither 2688 nor 1856
+    more = Q8_0 if _more_bits(i, layers) == Q6_K else Q5_0  # K-quants need rows divisible by 256
     yield from _norms(2688, "attn_norm")
     if _NEMOTRON[i] == "M":
         yield from _mamba(2688, 64, 8, Q5_0)

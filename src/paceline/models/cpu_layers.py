@@ -171,8 +171,8 @@ class NativeLayers:
         adapters: Sequence[int] = (),
         view: StatePass | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `stack.LayerStack.run`. `plans` are the plans of a `SlabPass`, or empty if no layer has attention. If
-        there are recurrent layers, this pass is `view`. No tap may be after the last layer."""
+        """See `stack.LayerStack.run`. `plans` are the plans of a `SlabPass`, or empty if no layer has attention. `view`
+        is that pass. It is required if there are recurrent layers. No tap may be after the last layer."""
         entering, x = x, x.clone(memory_format=torch.contiguous_format)
         inner = [tap for tap in taps if first < tap < end]
         states = x.new_empty(len(inner), *x.shape)
@@ -359,7 +359,7 @@ def _matrix(linear: NativeLinear | None) -> CMatrix:
 
 
 def _dense_beside_experts(dense: NativeNetwork | None) -> tuple[_Expert, int]:
-    """Return the structure and the width of the network beside the experts, or an empty structure."""
+    """Return the structure and the width of the network in parallel with the experts, or an empty structure."""
     return (_Expert(dense.gate_up.matrix.c, dense.down.matrix.c), dense.width) if dense else (_Expert(), 0)
 
 

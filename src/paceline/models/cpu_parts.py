@@ -41,12 +41,12 @@ class MixerParts(NamedTuple):
     """The parts of a layer's mixer. A layer may have attention, a recurrence, both in parallel, or neither.
 
     Attributes:
-        attention: Attention.
-        recurrent: The recurrence.
-        qkv: First projection of attention, or of the recurrence if there is no attention.
-        out: Output projection of the same.
-        state_in: First projection of a recurrence in parallel with attention.
-        state_out: Output projection of the same.
+        attention: The attention, or None.
+        recurrent: The recurrent mixer, or None.
+        qkv: First projection of attention, or of the recurrent mixer if there is no attention.
+        out: Output projection of the mixer that `qkv` belongs to.
+        state_in: First projection of a recurrent mixer in parallel with attention.
+        state_out: Output projection of a recurrent mixer in parallel with attention.
     """
 
     attention: Attention | None = None
@@ -63,7 +63,7 @@ class NativeParts(NamedTuple):
     Attributes:
         mixer: The token mixer.
         networks: The feed-forward network, or all experts. See `_networks`. Empty without a feed-forward block.
-        dense: The network beside the experts, or None.
+        dense: The network in parallel with the experts, or None.
         moe: The mixture of experts. None in a dense layer.
         router: The router of `moe`.
         shared_gate: Computes the weight of the shared expert. None if the weight is 1.
@@ -130,8 +130,11 @@ def _supports(mixer: Mixer) -> TypeGuard[Attention | NativeRecurrent]:
 
 
 def _networks(mlp: object) -> tuple[list[NativeNetwork], NativeNetwork | None] | None:
-    """Return the dense network or the experts of a feed-forward block, and the network beside the experts. A shared
-    expert that is like the others is the last of them. Return None if the kernels cannot run the networks."""
+    """Return the dense network or the experts of a feed-forward block, and the network in parallel with the experts.
+
+    If a shared expert has the same shape and weight types as the other experts, it is the last of the experts.
+    Otherwise, it is the network in parallel with them. Return None if the kernels cannot run the networks.
+    """
     if mlp is None:
         return [], None
     if isinstance(mlp, Dense | Mixture):
@@ -208,8 +211,11 @@ def layer_norms(layer: Layer, attention: Attention | None) -> list[Tensor | None
 
 
 def expert_norms(layer: Layer, parts: NativeParts) -> list[Tensor | None]:
-    """Return the weights of the norms that only a mixture with a network beside it has, in the order of layer.h. A
-    shared expert has the norm of the other experts, and no norm of its output."""
+    """Return the weights of `expert_norm`, `router_norm`, `dense_post_norm` and `expert_post_norm` (see layer.h).
+
+    If `parts.dense` is a shared expert, the shared expert, the other experts and the router have the same input norm,
+    and no output is normed. Without `parts.dense`, all weights are None.
+    """
     if isinstance(layer.mlp, MixtureWithDense):
         return [norm.weight for norm in (*layer.mlp.before[1:], *layer.mlp.after)]
     inputs = layer.mlp_norm.weight if parts.dense and layer.mlp_norm else None

@@ -37,7 +37,8 @@ struct DeltaNetScratch {
     }
 };
 
-// The stages of a pass, in the order of the functions. Threads may share each stage.
+// The stages of a Gated DeltaNet mixer in one pass. Call them in the order of declaration, with `Stretches::keep_entries` between `enter`
+// and `convolve`. Finish each stage before the next begins. Threads may divide the rows or heads of a stage among them.
 class DeltaNetTask {
    public:
     DeltaNetTask(const DeltaNet& net, const Stretches& stretches, DeltaNetScratch& scratch)

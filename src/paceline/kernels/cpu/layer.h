@@ -47,14 +47,15 @@ struct Layer {
     // Computes the weight of the shared expert. Its kind is the router's. `shared_gate.out` is 0 if the weight is 1.
     Matrix shared_gate;
     // A dense network in parallel with the mixture of experts; `dense.down.out` is 0 if there is none. `mlp_norm` is then the norm of its
-    // input, and the experts and the router have their own norms. The norms of both outputs are null if the network is a shared expert.
+    // input, and the experts and the router have their own norms. `dense_post_norm` and `expert_post_norm` are null if the dense network is a
+    // shared expert.
     Expert dense;
     int32_t dense_ffn;
     const float *expert_norm, *router_norm, *dense_post_norm, *expert_post_norm;
     const GatedConvolution* convolution;  // the mixer if it is a convolution, or null. `qkv` is then its first projection
     const Mamba* mamba;                   // the mixer if it is Mamba-2, alone or in parallel with attention, or null
-    // First and last linear layer of Mamba-2 in parallel with attention, and their LoRA factors. Otherwise, `state_in.out` is 0, and the
-    // layers of Mamba-2 are `qkv` and `out`.
+    // If Mamba-2 runs in parallel with attention: its first and last linear layers, and their LoRA factors. If Mamba-2 is the only mixer,
+    // its linear layers are `qkv` and `out`. `state_in.out` is 0 unless both run in parallel.
     Matrix state_in, state_out;
     const LowRank *state_in_adapters, *state_out_adapters;
     int32_t gated_ffn;  // 0 if the feed-forward networks have no gates
@@ -66,7 +67,7 @@ struct Layer {
     bool is_moe() const { return router.out > 0; }
     bool has_dense() const { return dense.down.out > 0; }
 
-    // Units of LANES elements of the hidden row of a feed-forward network.
+    // Number of blocks (LANES elements each) in a hidden row of a feed-forward network.
     int hidden_blocks(const Expert& network) const { return blocks_of(network.gate_up) / (1 + gated_ffn); }
 
     // Elements of a row of the mixer's output, with padded heads.
@@ -125,7 +126,7 @@ struct Scratch {
     std::vector<float> mixer_input;                                  // of the first layer, if it is not the normed stream [rows, *]
     std::vector<float> queries, mixer_output;                        // [rows, query heads, padded_dim]; queries after norm and rotation
     std::vector<float> addend;                                       // output of mixer or feed-forward, added to the stream [rows, hidden]
-    std::vector<float> dense_output;                                 // of the dense network beside the experts [rows, hidden]
+    std::vector<float> dense_output;                                 // of the dense network in parallel with the experts [rows, hidden]
     std::vector<float> router_logits, expert_weights, shared_gates;  // [rows, *]
     std::vector<float> partials;                                     // of attention [rows, query heads, blocks, partial_size]
     std::vector<float> lora_hidden;                                  // A x of the current linear layer [rows, max_rank]
@@ -306,7 +307,7 @@ class LayerTask {
     // Adds the output of Mamba-2 to the output of the attention in parallel with it.
     void add_mamba() {
         const int size = l.mamba->state.value_size(), width = padded_size(l.state_in.out), stride = padded_size(size);
-        if (pass.adapters)  // for one linear layer at a time
+        if (pass.adapters)  // `lora_hidden` holds A x of one linear layer at a time
             each_row([&](int row, ThreadScratch& local) { shrink(l.state_in_adapters, row, normed_row(row, l.mixer_norm, local), hidden); });
         multiply(l.state_in, s.router_input, s.qkv.data(), width, l.state_in_adapters);
         run_mamba(width, stride);
@@ -447,7 +448,7 @@ class LayerTask {
         return l.shared_gate.out ? logistic(load<Floats>(&s.shared_gates[int64_t(row) * LANES]))[0] : 1.0f;
     }
 
-    // Runs the dense network beside the experts, and sets the inputs of the experts and the router.
+    // Runs the dense network in parallel with the experts, and sets the inputs of the experts and the router.
     void run_dense() {
         s.routes.assign(1, rows, 1, nullptr, nullptr);
         feed_forward({&l.dense, l.dense_ffn, false});
@@ -461,7 +462,8 @@ class LayerTask {
         });
     }
 
-    // Adds the normalised output of the dense network to the normalised output of the experts. Such a layer is never split.
+    // Adds the normalised output of the dense network to the normalised output of the experts. Tensor parallelism does not
+    // support such layers.
     void add_dense_output(int row) {
         float* y = addend(row);
         normed(y, y, l.expert_post_norm, l.hidden, l.eps);
@@ -469,8 +471,8 @@ class LayerTask {
     }
 
     void feed_forward(const Networks& networks) {
-        // The threads share units of two pairs of blocks: 32 gates and 32 ups. The units of one expert follow each other. Without gates, a
-        // block of ups takes the place of a pair.
+        // The threads share units of two pairs of blocks: 32 gates and 32 ups. The units of one expert follow each other. Without gates,
+        // a unit is two blocks of the up projection.
         const int pairs = l.hidden_blocks(*networks.each), each = (pairs + 1) / 2;
         team.split(s.routes.count() * each, [&](Range units, int thread) {
             for (int unit = units.from, count; unit < units.to; unit += count) {
@@ -487,8 +489,8 @@ class LayerTask {
         team.split(blocks_of(networks.each->down), [&](Range blocks, int) { add_down(networks, blocks); });
     }
 
-    // Computes these blocks of the down projection. Adds the results of the experts in the order of their numbers, to the output of a
-    // shared expert that is a dense network.
+    // Computes these blocks of the down projection. Sums the experts' results in the order of their numbers. If the dense network is a
+    // shared expert, the sum starts with its weighted output.
     void add_down(const Networks& networks, Range blocks) {
         for (int row = 0; row < rows && networks.are_experts; row++) {
             const bool is_shared = l.has_dense() && !l.expert_post_norm;
@@ -507,7 +509,7 @@ class LayerTask {
     }
 
     // Computes the gate and up projections and the activation of the i-th active expert, for these pairs of gate and up blocks. Without
-    // gates, `pairs` are blocks of up.
+    // gates, `pairs` is a range of blocks of the up projection.
     void compute_gate_up(const Networks& networks, int i, Range pairs, Inputs& expert_input) {
         const Routes& routes = s.routes;
         const Expert& expert = networks.each[routes.active[i]];

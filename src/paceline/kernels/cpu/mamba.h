@@ -11,14 +11,14 @@ namespace paceline {
 // Weights and sizes. A row of the first projection's output has three parts: the gates of the outputs, the convolution's entry, and the
 // time steps of the heads. A row of the convolution's output has the values, the keys (B) and the queries (C).
 struct Mamba {
-    const float *decay_rate, *step_bias;  // the decay's negative rate A, and the bias of its time step [heads]
-    const float* skip;                    // factor of the values that are added to the outputs [heads]
+    const float *decay_rate, *step_bias;  // the rate A of the decay, which is negative, and the bias of the time step [heads]
+    const float* skip;                    // `values * skip` is added to the outputs [heads]
     const float* output_norm;             // weights of the norm of the outputs [key heads, group_size()], each row padded; or null
     MatrixState state;
     float output_eps;
     int32_t norm_first;  // 1 if the norm is applied before the gates
 
-    // Elements that are normed together: those of the heads that share a key head.
+    // Number of elements in a group of the output norm. A group is all heads that share a key head.
     int group_size() const { return state.value_size() / state.key_heads; }
 
     // Floats of scratch memory that a thread needs for a stretch.
@@ -37,7 +37,8 @@ struct MambaScratch {
     }
 };
 
-// The stages of a pass, in the order of the functions. Threads may share each stage.
+// The stages of a Mamba-2 mixer in one pass. Call them in the order of declaration, with `Stretches::keep_entries` between `enter` and
+// `convolve`. Finish each stage before the next begins. Threads may divide the rows or heads of a stage among them.
 class MambaTask {
    public:
     MambaTask(const Mamba& net, const Stretches& stretches, MambaScratch& scratch)
@@ -59,7 +60,8 @@ class MambaTask {
         }
     }
 
-    // Runs the convolution for a row.
+    // Runs the convolution for a row, and splits the result into keys, queries and values. Multiplies the values by the time step for the
+    // recurrence, and by `skip` for `finish`.
     void convolve(int row, float* scratch) const {
         const Stretch& stretch = stretches_.of(row);
         const int queries = state_.query_size(), values = state_.value_size();
@@ -76,12 +78,12 @@ class MambaTask {
         }
     }
 
-    // Advances the state of a head by all rows.
+    // Runs the recurrence of one head over all rows.
     void run(int head, float* scratch) const {
         for (const Stretch& stretch : stretches_) s_.matrices.delta(state_, stretch, nullptr).run(head, scratch);
     }
 
-    // Computes a row of the mixer's output `to`. gates: of the row's outputs.
+    // Computes a row of the mixer's output and writes it to `to`. gates: the first part of the row's `projected`.
     [[gnu::flatten]] void finish(int row, const float* gates, float* to, float* scratch) const {
         const int size = net_.group_size(), padded = padded_size(size);
         float *x = scratch, *gate = scratch + padded;

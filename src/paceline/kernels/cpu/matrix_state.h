@@ -1,4 +1,4 @@
-// What the mixers with a matrix state have in common: a short convolution, and the recurrence after it. See `MatrixState` of
+// The short convolution and the recurrence, shared by the mixers with a matrix state (Gated DeltaNet and Mamba-2). See `MatrixState` of
 // `models/recurrent.py`.
 #pragma once
 
@@ -12,12 +12,17 @@
 namespace paceline {
 
 struct MatrixState {
-    const float *conv_weight, *conv_bias;                                 // see `ShortConvolution`
-    int32_t heads, key_heads, keys, values, conv_width, tiled, activated;  // `keys`, `values`: elements of a head
+    const float *conv_weight, *conv_bias;  // see `ShortConvolution`
+    // `keys`, `values`: elements of a key head and of a value head. `tiled`: see `Delta`. `activated`: see `ShortConvolution`.
+    int32_t heads, key_heads, keys, values, conv_width, tiled, activated;
 
-    // Elements of a row: of the queries, which is also the number of elements of the keys; of the values; of the convolution.
+    // Elements in a row of queries. A row of keys has the same size.
     int query_size() const { return key_heads * keys; }
+
+    // Elements in a row of values.
     int value_size() const { return heads * values; }
+
+    // Elements in a row of the convolution: values, keys and queries.
     int channels() const { return 2 * query_size() + value_size(); }
 
     // Floats of scratch memory that a thread needs for a stretch.
@@ -29,7 +34,7 @@ struct MatrixState {
                 nullptr, s.keys, nullptr, s.decay, nullptr, s.changes, nullptr, s.after};
     }
 
-    // Computes a row of the convolution.
+    // Computes a row of the convolution's output and writes it to `to`.
     void convolve(const Stretch& s, int row, float* to) const {
         s.convolution(conv_width, channels(), activated, conv_weight, conv_bias).run(row - s.first, to);
     }
