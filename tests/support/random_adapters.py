@@ -22,7 +22,7 @@ def factors(tensors: dict[str, Tensor], name: str, rank: int, ends: Sequence[str
     found = {}
     for key, tensor in tensors.items():
         module = key.removesuffix(".weight")
-        if tensor.dim() == 2 and module.endswith(tuple(ends)) and "expert" not in module:
+        if tensor.dim() == 2 and module.endswith(tuple(ends)) and ".experts." not in module:
             out, width = tensor.shape
             a, b = torch.randn(rank, width, generator=draw), torch.randn(out, rank, generator=draw)
             found[module] = a * width**-0.5, b * scale
@@ -31,5 +31,7 @@ def factors(tensors: dict[str, Tensor], name: str, rank: int, ends: Sequence[str
 
 
 def adapters(tensors: dict[str, Tensor]) -> list[Factors]:
+    """Return adapters for everything except experts."""
+    tensors = {name: x for name, x in tensors.items() if "expert" not in name}
     dense = any(name.endswith(".mlp.up_proj.weight") for name in tensors)
     return [factors(tensors, name, *what) for name, what in SETS.items() if dense or "q_proj" in what[1]]
