@@ -277,8 +277,8 @@ class Recurrence {
 
     Recurrence() {
         for (float& rate : rate_) rate = -1 - rate;
-        net = {share_.matrix, step_.matrix, rate_.data(), bias_.data(), unit_.data(), unit_.data(), norm_.data(), weight_.data(), nullptr,
-               1e-6f, 1e-6f, HEADS, KEY_HEADS, KEYS, VALUES, WIDTH, 1, 1};
+        const MatrixState state{weight_.data(), nullptr, HEADS, KEY_HEADS, KEYS, VALUES, WIDTH, 1, 1};
+        net = {share_.matrix, step_.matrix, rate_.data(), bias_.data(), unit_.data(), unit_.data(), norm_.data(), state, 1e-6f, 1e-6f};
     }
 
     // The rows of a pass: a chain, or a binary tree.
@@ -336,11 +336,11 @@ class Text {
         const int groups = 2 * model.shared;
         const Routing routing{model.experts - model.shared, model.experts > 1 ? 2 : 1, 1, model.shared, groups, groups / 2, 1,
                               model.shared, nullptr, nullptr};
-        layers_[0] = {qkv_.matrix, out_.matrix, router_.matrix, given_ ? gate_.matrix : Matrix{}, embedding_.matrix, experts_.data(), routing,
+        layers_[0] = {qkv_.matrix, out_.matrix, model.experts > 1 ? router_.matrix : Matrix{}, given_ ? gate_.matrix : Matrix{}, embedding_.matrix, experts_.data(), routing,
                       norm_.data(), inner, norm_.data(), inner, inner, inner, inner, given_ ? inner : nullptr,
-                      1e-6f, 1.0f, given_ ? 0.7f : 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, KV, given_ ? 0 : KV, 0, 0, 0,
+                      1e-6f, 1.0f, given_ ? 0.7f : 1.0f, HIDDEN, FFN, model.activation, model.head_dim, 0, KV, given_ ? 0 : KV, 0, 0, 0, 0,
                       {QUERY, KV, size_, 0.125f, model.softcap, model.activation == CLAMPED ? norm_.data() : nullptr}};
-        layers_[0].gated_attention = gated_, layers_[1] = layers_[0];
+        layers_[0].gated_attention = gated_, layers_[0].gated_ffn = 1, layers_[1] = layers_[0];
         if (gated_) {
             layers_[1].qkv = first_.matrix, layers_[1].out = last_.matrix, layers_[1].delta = &recurrence_.net;
             layers_[1].head_dim = Recurrence::VALUES, layers_[1].heads = {Recurrence::HEADS, 0, padded_size(Recurrence::VALUES)};
