@@ -110,6 +110,10 @@ def _experts(hidden: int, count: int, width: int, kind: Type, down: Type) -> Ite
     yield Part("ffn_down_exps.weight", (count, hidden, width), down)
 
 
+def _shared_expert(hidden: int, width: int, down: Type) -> Iterator[Part]:
+    return (part._replace(name=part.name.replace(".", "_shexp.")) for part in _mlp(hidden, width, down))
+
+
 def _tables(vocab: int, hidden: int, embedding: Type, head: Type | None) -> Iterator[Part]:
     yield Part("token_embd.weight", (vocab, hidden), embedding)
     if head is not None:
@@ -127,6 +131,12 @@ def _heads(count: int, kv: int, size: int) -> dict[str, int]:
 
 def _expert_sizes(count: int, used: int, width: int) -> dict[str, int]:
     return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
+
+
+def _state_sizes(heads: int, groups: int, head: int) -> dict[str, int]:
+    """Return the metadata of a recurrent state. `head`: Size of a value head."""
+    sizes = {"conv_kernel": 4, "state_size": 128, "group_count": groups, "time_step_rank": heads}
+    return {f"ssm.{name}": size for name, size in (sizes | {"inner_size": head * heads}).items()}
 
 
 # Models
@@ -354,11 +364,7 @@ QWEN3_5_4B = Model(
         "rope.dimension_count": 64,
         "rope.dimension_sections": [11, 11, 10, 0],
         "full_attention_interval": 4,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 128,
-        "ssm.group_count": 16,
-        "ssm.time_step_rank": 32,
-        "ssm.inner_size": 32 * 128,
+        **_state_sizes(32, 16, 128),
     },
     layer=_qwen3_5_layer,
     top=lambda layers: _tables(248320, 2560, Q6_K, None),
@@ -379,7 +385,7 @@ def _glm_layer(i: int, layers: int) -> Iterator[Part]:
         yield from _mlp(2048, 10240, values)
         return
     yield from _experts(2048, 64, 1536, Q4_K, values)
-    yield from (part._replace(name=part.name.replace(".", "_shexp.")) for part in _mlp(2048, 1536, values))
+    yield from _shared_expert(2048, 1536, values)
     yield Part("exp_probs_b.bias", (64,))
 
 
@@ -475,11 +481,6 @@ def _mamba(hidden: int, heads: int, groups: int, kind: Type) -> Iterator[Part]:
     yield Part("ssm_out.weight", (hidden, inner), Q4_K)
 
 
-def _mamba_sizes(heads: int, groups: int) -> dict[str, int]:
-    sizes = {"conv_kernel": 4, "state_size": 128, "group_count": groups, "time_step_rank": heads}
-    return {f"ssm.{name}": size for name, size in (sizes | {"inner_size": 64 * heads}).items()}
-
-
 def _granite_layer(i: int, layers: int) -> Iterator[Part]:
     values = _more_bits(i, layers)
     yield from _norms(1536, "attn_norm", "ffn_norm")
@@ -488,7 +489,7 @@ def _granite_layer(i: int, layers: int) -> Iterator[Part]:
     else:
         yield from _mamba(1536, 48, 1, Q4_K)
     yield from _experts(1536, 64, 512, Q4_K, values)
-    yield from (part._replace(name=part.name.replace(".", "_shexp.")) for part in _mlp(1536, 1024, values))
+    yield from _shared_expert(1536, 1024, values)
 
 
 GRANITE_4_H_TINY = Model(
@@ -497,9 +498,7 @@ GRANITE_4_H_TINY = Model(
     hidden=1536,
     vocab=100352,
     fields={
-        "attention.head_count": 12,
-        "attention.key_length": 128,
-        "attention.value_length": 128,
+        **_heads(12, 4, 128),
         "attention.scale": 0.0078125,
         "embedding_scale": 12.0,
         "residual_scale": 0.22,
@@ -513,7 +512,7 @@ GRANITE_4_H_TINY = Model(
         "rope.dimension_count": 128,
         "rope.freq_base": 10000.0,
         "rope.scaling.finetuned": False,  # no positions
-        **_mamba_sizes(48, 1),
+        **_state_sizes(48, 1, 64),
     },
     layer=_granite_layer,
     top=lambda layers: _tables(100352, 1536, Q6_K, None),
@@ -523,7 +522,7 @@ GRANITE_4_H_TINY = Model(
 )
 
 _NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-"""What each layer contains: Mamba-2 (M), experts (E) or attention (*)."""
+"""A letter for each layer: M for Mamba-2, E for experts, * for attention."""
 
 
 def _nemotron_layer(i: int, layers: int) -> Iterator[Part]:
@@ -549,9 +548,7 @@ NEMOTRON_3_NANO = Model(
     hidden=2688,
     vocab=131072,
     fields={
-        "attention.head_count": 32,
-        "attention.key_length": 128,
-        "attention.value_length": 128,
+        **_heads(32, 2, 128),
         "context_length": 262144,
         "vocab_size": 131072,
         **_expert_sizes(128, 6, 1856),
@@ -564,7 +561,7 @@ NEMOTRON_3_NANO = Model(
         "attention.layer_norm_epsilon": 1e-5,
         "rope.dimension_count": 84,
         "rope.scaling.finetuned": False,  # no positions
-        **_mamba_sizes(64, 8),
+        **_state_sizes(64, 8, 64),
     },
     layer=_nemotron_layer,
     top=lambda layers: _tables(131072, 2688, Q5_0, Q8_0),

@@ -379,17 +379,7 @@ def test_a_lookup_among_many_long_texts_takes_no_walk_over_their_tokens() -> Non
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "qwen3: head norms",
-        "gemma3",
-        GEMMA4,
-        *RECURRENT,
-        "heads of 80",
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "qwen3: head norms", "gemma3", GEMMA4, *RECURRENT, "heads of 80"])
 def test_native_kernels_leave_the_same_in_any_pass(name: str) -> None:
     assert chunk_invariant(native(replace(BASE, **MODELS[name])), "bits")
 

@@ -30,16 +30,7 @@ def same(ours: Forward, line: int, alone: Forward, count: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "gemma2",
-        "gemma3",
-        GEMMA4,
-        *RECURRENT,
-        "partial rotary",
-        "layers without rope",
-    ],
+    "name", ["llama", "gemma2", "gemma3", GEMMA4, *RECURRENT, "partial rotary", "layers without rope"]
 )
 def test_each_slot_of_a_ragged_pass_equals_a_separate_pass(name: str) -> None:
     target = native(replace(BASE, **MODELS[name]))

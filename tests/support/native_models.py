@@ -240,9 +240,8 @@ def is_missing(c: ModelConfig, name: str) -> bool:
     if not name.startswith("model.layers."):
         return False
     layer = c.plan[int(name.split(".")[2])]
-    mixes = layer.attends or layer.recurrent
-    missing = [part for part, has in ((".self_attn.", mixes), (".mlp.", layer.feeds)) if not has]
-    if not (mixes and layer.feeds):
+    missing = [part for part, has in ((".self_attn.", layer.attends), (".mlp.", layer.feeds)) if not has]
+    if not ((layer.attends or layer.recurrent) and layer.feeds):
         missing.append(".post_attention_layernorm.")
     return any(part in name for part in missing)
 
@@ -264,7 +263,6 @@ def gemma4_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch
 def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
     """Return the tensors with Gated DeltaNet in layer i instead of attention."""
     d, layer = DELTA, f"model.layers.{i}.linear_attn."
-    tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
     values = d.heads * d.value_dim
     sizes = {"in_proj_qkv": d.channels, "in_proj_z": values, "in_proj_b": d.heads, "in_proj_a": d.heads}
     shapes = {name: (size, c.hidden) for name, size in sizes.items()} | {"out_proj": (c.hidden, values)}
@@ -280,8 +278,6 @@ def delta_net_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: to
 def mamba_layer(c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator) -> dict[str, Tensor]:
     """Return the tensors with Mamba-2 in layer i instead of attention."""
     m, layer = _MAMBA, f"model.layers.{i}.mamba."
-    if not c.plan[i].attends:
-        tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
     values = m.heads * m.value_dim
     for name, shape in {
         "in_proj": (values + m.channels + m.heads, c.hidden),
@@ -299,7 +295,6 @@ def short_convolution_layer(
     c: ModelConfig, i: int, tensors: dict[str, Tensor], draw: torch.Generator
 ) -> dict[str, Tensor]:
     """Return the tensors with a short convolution in layer i instead of attention."""
-    tensors = {name: x for name, x in tensors.items() if not name.startswith(f"model.layers.{i}.self_attn.")}
     layer, wide = f"model.layers.{i}.conv.", c.hidden
     for name, shape in (("in_proj", (3 * wide, wide)), ("out_proj", (wide, wide)), ("conv", (wide, 1, 3))):
         tensors[f"{layer}{name}.weight"] = torch.randn(shape, generator=draw) * shape[-1] ** -0.5

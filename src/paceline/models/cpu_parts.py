@@ -1,4 +1,4 @@
-"""The parts of a decoder layer in the form in which the CPU kernels run them (`layer.h`)."""
+"""What the CPU kernels can run: the parts of a decoder layer, in the form that `layer.h` needs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ class NativeNetwork(NamedTuple):
     width: int
     activation: str
     gated: bool
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """The types and shapes of the matrices."""
+        matrices = self.gate_up.matrix, self.down.matrix
+        return tuple((one.c.kind, one.shape) for one in matrices)
 
 
 class MixerParts(NamedTuple):
@@ -142,11 +148,13 @@ def _networks(mlp: object) -> tuple[list[NativeNetwork], NativeNetwork | None] |
         return (each, None) if each else None
     if not isinstance(mlp, SharedMixture | MixtureWithDense):
         return None
-    experts, other = mlp.experts.experts, mlp.shared if isinstance(mlp, SharedMixture) else mlp.dense
-    if isinstance(mlp, SharedMixture) and (each := _native_networks([*experts, other], True)):
-        return each, None
-    each, beside = _native_networks(experts, True), _native_networks([other], True)
-    return (each, beside[0]) if each and beside else None
+    other = mlp.shared if isinstance(mlp, SharedMixture) else mlp.dense
+    each, beside = _native_networks(mlp.experts.experts, True), _native_networks([other], True)
+    if not (each and beside):
+        return None
+    if isinstance(mlp, SharedMixture) and each[0].form == beside[0].form:
+        return [*each, *beside], None
+    return each, beside[0]
 
 
 def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[NativeNetwork] | None:
@@ -164,9 +172,7 @@ def _native_networks(dense: Sequence[Dense], are_experts: bool) -> list[NativeNe
         gated = isinstance(first, NativeGated)
         width = first.out if isinstance(first, NativeGated) else pair[0].matrix.shape[0]
         networks.append(NativeNetwork(pair[0], pair[1], width, first.activation, gated))
-    matrices = [(one.gate_up.matrix, one.down.matrix) for one in networks]
-    kinds = {(gate_up.c.kind, down.c.kind, gate_up.shape, down.shape) for gate_up, down in matrices}
-    return networks if len(kinds) == 1 else None
+    return networks if len({one.form for one in networks}) == 1 else None
 
 
 def _first_projection(mixer: Attention | NativeRecurrent) -> Linear:
@@ -174,20 +180,15 @@ def _first_projection(mixer: Attention | NativeRecurrent) -> Linear:
 
 
 def adaptable(layer: Layer, parts: NativeParts) -> list[object]:
-    """Return the linear layers that may have adapters, in the order of layer.h: those of a recurrence in parallel with
-    attention are last. None stands for a linear layer that the decoder layer does not have."""
-    mlp, token = layer.mlp, layer.token_input
+    """Return the linear layers that may have adapters, in the order of layer.h. The last two belong to a recurrence in
+    parallel with attention. None stands for a linear layer that the decoder layer does not have."""
+    mlp, token, none = layer.mlp, layer.token_input, (None, None)
     first = mlp.gate_up if isinstance(mlp, Dense) else None
-    dense = (
-        [first.linear, mlp.down] if isinstance(mlp, Dense) and isinstance(first, NativeGated | Ungated) else [None] * 2
-    )
-    embeddings = [token.gate, token.out] if token else [None, None]
-    mixer = parts.mixer.attention or parts.mixer.recurrent
-    out: object = layer.out
-    state: list[object] = [None, None]
-    if isinstance(layer.out, SplitLinear) and isinstance(parts.mixer.recurrent, Mamba2):
-        out, state_out = layer.out.parts
-        state = [parts.mixer.recurrent.in_projection, state_out]
+    dense = (first.linear, mlp.down) if isinstance(mlp, Dense) and isinstance(first, NativeGated | Ungated) else none
+    embeddings = (token.gate, token.out) if token else none
+    mixer, recurrent = parts.mixer.attention or parts.mixer.recurrent, parts.mixer.recurrent
+    out, state_out = layer.out.parts if isinstance(layer.out, SplitLinear) else (layer.out, None)
+    state = (_first_projection(recurrent), state_out) if state_out and recurrent else none
     return [_first_projection(mixer) if mixer else None, out, *dense, *embeddings, *state]
 
 

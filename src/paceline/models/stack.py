@@ -53,7 +53,7 @@ class LayerStack:
             devices: Device of each layer. Empty if all layers are on the host's device.
         """
         plan, self._device, self._dtype = config.plan, host.device, host.dtype
-        native, places = runs_natively(layers, host.dtype), devices or [host.device] * len(plan)
+        places = devices or [host.device] * len(plan)
         runs = [(device, len([*same])) for device, same in groupby(places)]
         # The kernels need heads that are padded to whole lanes. All parts of a model share one cache layout.
         padded = any(attends_natively(host.dtype, device) for device, _ in runs)
@@ -81,7 +81,7 @@ class LayerStack:
             elif padded and placed.device.type == "cpu" and not ranks:
                 for layer in placed.layers:
                     layer.native_mlp = native_mlp(layer, host.dtype)
-        if ranks and not native:
+        if ranks and not self.native:
             for layer in layers:  # `Division` supports only layers with both attention and an MLP
                 assert layer.out
                 assert layer.mlp

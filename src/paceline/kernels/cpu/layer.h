@@ -330,12 +330,8 @@ class LayerTask {
         const DeltaNetTask task(net, stretches, s.delta);
         multiply(net.beta, s.router_input, s.delta.beta_outputs.data(), padded_size(net.state.heads), nullptr);
         multiply(net.time_step, s.router_input, s.delta.step_outputs.data(), padded_size(net.state.heads), nullptr);
-        each_row([&](int row, ThreadScratch&) { task.enter(row, &s.qkv[int64_t(row) * qkv_width]); });
-        stretches.keep_entries(net.state.conv_width, net.state.channels());
-        each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
-        team.split(net.state.heads, [&](Range heads, int thread) {
-            for (int head = heads.from; head < heads.to; head++)
-                task.run(head, locals[thread].row.data(), s.mixer_output.data(), query_width, s.qkv.data(), qkv_width);
+        run_stages(task, net.state, stretches, qkv_width, [&](int head, float* scratch) {
+            task.run(head, scratch, s.mixer_output.data(), query_width, s.qkv.data(), qkv_width);
         });
     }
 
@@ -344,15 +340,20 @@ class LayerTask {
         const Mamba& net = *l.mamba;
         const Stretches stretches = pass.stretches_of(l);
         const MambaTask task(net, stretches, s.mamba);
-        auto projected = [&](int row) { return &s.qkv[int64_t(row) * width]; };
-        each_row([&](int row, ThreadScratch&) { task.enter(row, projected(row)); });
-        stretches.keep_entries(net.state.conv_width, net.state.channels());
-        each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
-        team.split(net.state.heads, [&](Range heads, int thread) {
-            for (int head = heads.from; head < heads.to; head++) task.run(head, locals[thread].row.data());
-        });
+        run_stages(task, net.state, stretches, width, [&](int head, float* scratch) { task.run(head, scratch); });
         each_row([&](int row, ThreadScratch& local) {
-            task.finish(row, projected(row), &s.mixer_output[int64_t(row) * stride], local.row.data());
+            task.finish(row, &s.qkv[int64_t(row) * width], &s.mixer_output[int64_t(row) * stride], local.row.data());
+        });
+    }
+
+    // Runs the stages that all mixers with a matrix state have: `enter`, `convolve` and `run_head(head, scratch)`. `qkv` is [rows, width].
+    template <class Task, class Run>
+    void run_stages(const Task& task, const MatrixState& state, const Stretches& stretches, int width, Run run_head) {
+        each_row([&](int row, ThreadScratch&) { task.enter(row, &s.qkv[int64_t(row) * width]); });
+        stretches.keep_entries(state.conv_width, state.channels());
+        each_row([&](int row, ThreadScratch& local) { task.convolve(row, local.row.data()); });
+        team.split(state.heads, [&](Range heads, int thread) {
+            for (int head = heads.from; head < heads.to; head++) run_head(head, locals[thread].row.data());
         });
     }
 
@@ -492,8 +493,8 @@ class LayerTask {
     // Computes these blocks of the down projection. Sums the experts' results in the order of their numbers. If the dense network is a
     // shared expert, the sum starts with its weighted output.
     void add_down(const Networks& networks, Range blocks) {
+        const bool is_shared = l.has_dense() && !l.expert_post_norm;
         for (int row = 0; row < rows && networks.are_experts; row++) {
-            const bool is_shared = l.has_dense() && !l.expert_post_norm;
             const float weight = is_shared ? shared_weight(row) : 0.0f;
             for (int i = blocks.from * LANES; i < blocks.to * LANES; i++) addend(row)[i] = is_shared ? weight * dense_output(row)[i] : 0.0f;
         }
